@@ -1,0 +1,545 @@
+"""GPT-2 in NumPy, with speculative decoding that returns exactly what plain decoding returns, only sooner.
+
+From top to bottom: the model, picking a token, `generate`, drafting, `generate_speculative`, the command line.
+"""
+import functools
+import itertools
+import os
+import sys
+import time
+from collections import namedtuple
+
+import numpy as np
+
+from matvec import in_parallel, matmul, matvec, single_threaded_blas
+
+# ---- The model: Radford et al. 2019. Only attention mixes positions; all else treats each row of x by itself.
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def layer_norm(x, g, b, eps=np.float32(1e-5)):
+    x = x - x.sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
+    variance = (x * x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
+    return x / np.sqrt(variance + eps) * g + b
+
+
+def linear(x, w, b, product):  # [n_seq, n_in], [n_in, n_out], [n_out] -> [n_seq, n_out]
+    return product(x, w) + b
+
+
+def ffn(x, c_fc, c_proj, product):  # [n_seq, n_embd] -> [n_seq, 4*n_embd] -> [n_seq, n_embd]
+    return linear(gelu(linear(x, **c_fc, product=product)), **c_proj, product=product)
+
+
+def attention(q, k, v, mask=0):  # [..., n_q, d_head], [..., n_kv, d_head], [..., n_kv, d_head] -> [..., n_q, d_head]
+    return softmax(q @ k.swapaxes(-1, -2) + mask) @ v
+
+
+def mha(x, c_attn, c_proj, keys, values, n_past, product):  # [n_seq, n_embd] -> [n_seq, n_embd]
+    n_seq, (n_head, _, d_head) = len(x), keys.shape  # keys, values: [n_head, n_ctx, d_head]
+    qkv = linear(x, **c_attn, product=product)  # [n_seq, n_embd] -> [n_seq, 3*n_embd]
+    q, k, v = qkv.reshape(n_seq, 3, n_head, d_head).transpose(1, 2, 0, 3)  # -> three times [n_head, n_seq, d_head]
+    q = q / np.float32(np.sqrt(d_head))
+    keys[:, n_past : n_past + n_seq] = k
+    values[:, n_past : n_past + n_seq] = v
+    heads = np.empty((n_seq, n_head, d_head), np.float32)
+    if n_past:  # row by row, each against just its own past: in company, sums would be rounded differently
+        for i in range(n_seq):
+            n = n_past + i + 1
+            heads[i] = attention(q[:, i : i + 1], keys[:, :n], values[:, :n])[:, 0]
+    else:  # head by head, to save memory
+        mask = np.triu(np.full((n_seq, n_seq), -np.inf, np.float32), 1)
+
+        def attend(a, b):
+            for h in range(a, b):
+                heads[:, h] = attention(q[h], keys[h, :n_seq], values[h, :n_seq], mask)
+
+        in_parallel(attend, n_head, n_seq * n_seq * d_head)
+    return linear(heads.reshape(n_seq, -1), **c_proj, product=product)
+
+
+def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product):  # [n_seq, n_embd] -> [n_seq, n_embd]
+    x = x + mha(layer_norm(x, **ln_1), **attn, keys=keys, values=values, n_past=n_past, product=product)
+    return x + ffn(layer_norm(x, **ln_2), **mlp, product=product)
+
+
+def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None):
+    """Return the logits that follow each of the input ids: [n_seq] -> [n_seq, n_vocab].
+
+    With a `KVCache`, `inputs` are the ids that follow what it holds; they are added to it. On top of a cache that holds
+    anything, every row of the result has the same bits as if its id had come alone.
+    n_logits: compute only the last so many rows. Raises ValueError if there are no ids, or more than the context holds.
+    """
+    cache = KVCache(dict(wpe=wpe, blocks=blocks), n_head) if kv_cache is None else kv_cache
+    n_past, n_seq, n_ctx = len(cache), len(inputs), len(wpe)
+    if not 0 < n_seq <= n_ctx - n_past:
+        raise ValueError(f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all.")
+    product = matvec if n_past else matmul  # a prompt goes through BLAS at full speed, in one call for all its rows
+    with single_threaded_blas:
+        x = wte[inputs] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
+        for block, keys, values in zip(blocks, cache.keys, cache.values):
+            x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
+        cache.n_seq += n_seq
+        x = layer_norm(x[-(n_logits or n_seq) :], **ln_f)
+        return (matvec if len(x) == 1 else product)(x, wte.T)  # [n_seq, n_embd] -> [n_seq, n_vocab]
+
+
+class KVCache:
+    """The keys and values of one sequence, at first empty: two arrays [n_layer, n_head, n_ctx, d_head]."""
+
+    def __init__(self, params, n_head):
+        n_ctx, n_embd = params["wpe"].shape
+        shape = len(params["blocks"]), n_head, n_ctx, n_embd // n_head
+        self.keys, self.values, self.n_seq = np.empty(shape, np.float32), np.empty(shape, np.float32), 0
+
+    def __len__(self):
+        return self.n_seq
+
+    def truncate(self, n):
+        """Forget all but the first n positions."""
+        self.n_seq = min(self.n_seq, n)
+
+
+# ---- Picking a token: a race that every model runs against the same noise.
+
+
+@functools.lru_cache(maxsize=32)  # drafting and verifying meet the same noise: draw it once
+def gumbel(seed, position, n_vocab):
+    """Gumbel noise for one position: [n_vocab], from the seed and the position alone."""
+    rng = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position]))
+    return -np.log(np.maximum(rng.standard_exponential(n_vocab).astype(np.float32), np.float32(1e-30)))
+
+
+class Sampler:
+    """Sampling with temperature, top-k and top-p as a race with shared noise.
+
+    argmax(logits / temperature + gumbel noise) is distributed as softmax(logits / temperature) (Gumbel 1954). The noise of a
+    position is the same for every model, so a draft model that is nearly right draws the very token that the main model draws:
+    Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+    """
+
+    def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+
+    def race(self, logits, position):
+        """Return the scores [n_vocab] whose largest belongs to the token at this position."""
+        if self.temperature == 0:
+            return logits
+        scores = logits / np.float32(self.temperature)
+        if self.top_k is not None and self.top_k < len(scores):
+            least = np.partition(scores, -self.top_k)[-self.top_k]
+            scores = np.where(scores < least, -np.inf, scores)
+        if self.top_p is not None and self.top_p < 1:
+            p = np.sort(softmax(scores.astype(np.float64)))[::-1]
+            n_kept = np.searchsorted(np.cumsum(p), self.top_p) + 1  # the fewest that reach top_p together
+            least = np.partition(scores, -n_kept)[-n_kept]
+            scores = np.where(scores < least, -np.inf, scores)
+        return scores + gumbel(self.seed, position, len(scores))
+
+    def __call__(self, logits, position):
+        return int(self.race(logits, position).argmax())
+
+
+# ---- Plain decoding.
+
+
+class Round(namedtuple("Round", "tokens n_drafted n_accepted draft_seconds verify_seconds")):
+    """What one pass of the main model came to: the ids it added, how many were drafted and accepted, and the times.
+
+    The attribute `draft` has the drafted ids, accepted or not.
+    """
+
+    draft = ()
+
+
+def generate(inputs, params, n_head, n_tokens_to_generate, *,
+             temperature=0.0, top_k=None, top_p=None, seed=0, stop_token=None, on_round=None):
+    """Return the ids that the model continues `inputs` with: one pass per token.
+
+    inputs: a sequence of ids, not changed. params, n_head: the model. The result is a list of n_tokens_to_generate ids, or
+    fewer when stop_token comes up, which is then the last one.
+    temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature), of which top_k leaves
+    the k likeliest and top_p the fewest that have this probability together (ties at the border stay). The draw depends on
+    the integer `seed` alone. on_round(Round) is called after every pass; an exception that it raises ends the generation.
+    Raises ValueError, before any work, for values that make no sense and for more tokens than the context holds.
+    """
+    tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
+    params, n_prompt = in_kernel_order(params), len(tokens)
+    pick, cache = Sampler(temperature, top_k, top_p, seed), KVCache(params, n_head)
+    with single_threaded_blas:
+        while len(tokens) < n_prompt + n_tokens_to_generate and tokens[n_prompt:][-1:] != [stop_token]:
+            start = time.perf_counter()
+            logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
+            tokens.append(pick(logits[0], len(tokens)))
+            if on_round:
+                on_round(Round((tokens[-1],), 0, 0, 0.0, time.perf_counter() - start))
+    return tokens[n_prompt:]
+
+
+# ---- Drafting.
+
+
+def ngram_draft(tokens, n):
+    """Propose at most n ids, free of charge: find how the last few tokens went on when they last occurred.
+
+    This is prompt lookup (Saxena 2023). The copy may run into itself, so that a loop is drafted to any length.
+    """
+    text = "".join(map(chr, tokens))
+    for size in (3, 2):
+        found = text.rfind(text[-size:], 0, -1) if size < len(text) else -1
+        if found >= 0:
+            draft = list(tokens)
+            for i in range(found + size, found + size + n):
+                draft.append(draft[i])
+            return draft[len(tokens) :]
+    return []
+
+
+DRAFT_VOCAB = 24_576  # ids are in order of merging, so the first half of GPT-2's makes up 96% of a text
+
+
+class ModelDraft:
+    """A smaller model that drafts, with the same noise as the main model and a KV cache of its own."""
+
+    def __init__(self, params, n_head, pick):
+        self.params = dict(in_kernel_order(params), wte=params["wte"][:DRAFT_VOCAB])
+        self.n_head, self.pick = n_head, pick
+        self.cache, self.cached = KVCache(params, n_head), []
+
+    def __call__(self, tokens, n, worth=lambda chance: True):
+        """Propose at most n ids, and none after one whose chance to be reached and accepted is not worth the next."""
+        self.cache.truncate(min(n_common(self.cached, tokens), len(tokens) - 1))
+        draft, chance = list(tokens), 1.0
+        while len(draft) < len(tokens) + n and len(draft) <= len(self.params["wpe"]) and worth(chance):
+            logits = gpt2(draft[len(self.cache) :], **self.params, n_head=self.n_head, kv_cache=self.cache, n_logits=1)
+            scores = self.pick.race(logits[0], len(draft))
+            draft.append(int(scores.argmax()))
+            chance *= 1 / np.exp(scores - scores.max()).sum()  # the winner's share in a softmax of the race
+        self.cached = draft[: len(self.cache)]
+        return draft[len(tokens) :]
+
+
+def n_common(a, b):
+    """Return how many ids two sequences have in common before they part."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+class Auto:
+    """Draft as much as pays by what was measured so far: how often drafts are accepted, what they and their checks cost.
+
+    n drafts accepted at rate a make 1 + a + ... + a^n tokens in the time of n drafts and one pass over n + 1 rows (Leviathan
+    et al. 2023, sections 3.1 and 3.4). The n that makes most tokens per second is taken, be it 0; while it is 0, what was seen
+    of a is slowly forgotten, so that drafting gets another try.
+    """
+
+    def __init__(self, drafters):
+        self.seen = {drafter: [1.3, 2.0, 0.0] for drafter in drafters}  # accepted, judged, seconds per draft
+        self.passes = {}  # seconds of a main pass by its number of rows
+        self.last = None
+
+    def pass_seconds(self, n_rows):
+        known = [n for n in self.passes if n <= n_rows]
+        return self.passes[max(known)]
+
+    def plan(self, drafter):
+        """Return (tokens per second, n) of the best number of drafts."""
+        accepted, judged, draft_seconds = self.seen[drafter]
+        a, n_max = min(0.98, accepted / judged), 2 * max(self.passes)
+        return max((sum(a**i for i in range(n + 1)) / (n * draft_seconds + self.pass_seconds(n + 1)), n)
+                   for n in range(min(n_max, 15) + 1))
+
+    def __call__(self, tokens, n):
+        self.last = None
+        if not self.passes or not n:
+            return []
+        for (rate, n_best), drafter in sorted(((self.plan(d), d) for d in self.seen), key=lambda p: -p[0][0]):
+            if n_best:
+                self.last = drafter
+                n = min(n, n_best)
+                if isinstance(drafter, ModelDraft):
+                    accepted, judged, c = self.seen[drafter]
+                    row = (self.pass_seconds(n + 1) - self.pass_seconds(1)) / n
+                    draft = drafter(tokens, n, lambda chance: chance * accepted / judged > rate * (c + row) * 0.9)
+                else:
+                    draft = drafter(tokens, n)
+                if draft:
+                    return draft
+        self.last = None
+        return []
+
+    def learn(self, round):
+        n_rows = round.n_drafted + 1
+        self.passes[n_rows] = mixed(self.passes.get(n_rows), round.verify_seconds)
+        if self.last and round.n_drafted:
+            seen = self.seen[self.last]
+            seen[0] = 0.9 * seen[0] + round.n_accepted
+            seen[1] = 0.9 * seen[1] + min(round.n_accepted + 1, round.n_drafted)
+            seen[2] = mixed(seen[2] or None, round.draft_seconds / round.n_drafted)
+        else:
+            for seen in self.seen.values():
+                seen[0] = 0.99 * seen[0] + 0.01 * 1.3
+                seen[1] = 0.99 * seen[1] + 0.01 * 2.0
+
+
+def mixed(old, new):
+    """Average over time, in which a single hiccup counts little."""
+    return new if old is None else 0.7 * old + 0.3 * min(new, 1.5 * old)
+
+
+# ---- Speculative decoding.
+
+
+def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_generate, n_speculative=3, *,
+                         draft_n_head=None, temperature=0.0, top_k=None, top_p=None, seed=0,
+                         stop_token=None, on_round=None):
+    """Return exactly the ids that `generate` returns, in fewer passes of the main model.
+
+    Each round drafts up to n_speculative tokens, checks them all in one pass, and keeps those that the main model picks too,
+    plus the main model's own next token (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
+    section 2; here with shared noise in place of their rejection sampling, so that the text does not depend on the drafts).
+    draft_params: the draft model's parameters, or any function draft(tokens, n) that returns ids, such as `ngram_draft`: what
+    it returns is advice, and at worst costs time. draft_n_head: by default as many heads as make them as wide as the main
+    model's. n_speculative="auto" drafts as much as pays. All else as in `generate`. Raises ValueError as `generate` does, and
+    if the vocabularies differ.
+    """
+    tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
+    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative)
+    check_draft(params, n_head, draft_params, draft_n_head)
+    params, n_prompt, n_vocab = in_kernel_order(params), len(tokens), len(params["wte"])
+    pick, cache = Sampler(temperature, top_k, top_p, seed), KVCache(params, n_head)
+    drafters = [draft_params]
+    if not callable(draft_params):
+        drafters = [ModelDraft(draft_params, draft_n_head or heads_as_wide(draft_params, params, n_head), pick)]
+        if n_speculative == "auto":
+            drafters.append(ngram_draft)
+    auto = Auto(drafters) if n_speculative == "auto" else None
+
+    end = n_prompt + n_tokens_to_generate
+    with single_threaded_blas:
+        while len(tokens) < end and tokens[n_prompt:][-1:] != [stop_token]:
+            start = time.perf_counter()
+            n = min(end - len(tokens) - 1, n_speculative if not auto else end) if len(cache) else 0  # the prompt goes alone
+            draft = within((auto or drafters[0])(list(tokens), n), n, n_vocab) if n else []
+            drafted = time.perf_counter()
+            logits = gpt2(tokens[len(cache) :] + draft, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
+            new = []
+            for row, guess in zip(logits, draft + [None]):
+                new.append(pick(row, len(tokens) + len(new)))
+                if new[-1] != guess or guess == stop_token:
+                    break
+            first = not tokens[n_prompt:]
+            tokens += new
+            cache.truncate(len(tokens) - 1)
+            round = Round(tuple(new), len(draft), n_common(new, draft), drafted - start, time.perf_counter() - drafted)
+            round.draft = tuple(draft)
+            if auto and not first: auto.learn(round)
+            if on_round:
+                on_round(round)
+    return tokens[n_prompt:]
+
+
+def within(draft, n, n_vocab):
+    """Cut what a drafter returned to n ids of the vocabulary."""
+    ids = []
+    for i in itertools.islice(draft if draft is not None else (), n):
+        if not (isinstance(i, (int, np.integer)) and 0 <= i < n_vocab): break
+        ids.append(int(i))
+    return ids
+
+
+def heads_as_wide(draft_params, params, n_head):
+    return draft_params["wte"].shape[1] * n_head // params["wte"].shape[1]
+
+
+# ---- What the functions above accept.
+
+
+def in_kernel_order(params):
+    """Return params in float32, every w in Fortran order, copying only what is not so yet."""
+    if isinstance(params, dict):
+        return {name: np.asarray(part, np.float32, order="F") if name == "w" else in_kernel_order(part)
+                for name, part in params.items()}
+    if isinstance(params, (list, tuple)):
+        return [in_kernel_order(part) for part in params]
+    return np.asarray(params, np.float32, order="C")
+
+
+def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token):
+    """Return the ids in inputs as a list, or raise ValueError with a sentence about the first argument that is wrong."""
+    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
+    (n_vocab, n_embd), n_ctx = params["wte"].shape, len(params["wpe"])
+    require(not isinstance(inputs, (str, bytes)), "inputs must be token ids, not text: encode it first")
+    tokens = list(inputs)
+    require(tokens, "there is nothing to continue: give at least one token id, such as that of <|endoftext|>")
+    for i in tokens:
+        require(whole(i) and 0 <= i < n_vocab, f"token ids must be whole numbers from 0 to {n_vocab - 1}, not {i!r}")
+    require(stop_token is None or whole(stop_token) and 0 <= stop_token < n_vocab,
+            f"stop_token must be a token id from 0 to {n_vocab - 1}, not {stop_token!r}")
+    require(whole(n_head) and n_head >= 1 and n_embd % n_head == 0,
+            f"n_head must divide the model's width {n_embd}, which {n_head!r} does not")
+    require(len(tokens) + n_tokens_to_generate <= n_ctx,
+            f"{len(tokens)} prompt tokens and {n_tokens_to_generate} new ones are more than the {n_ctx} of the model's context: "
+            + (f"generate at most {n_ctx - len(tokens)}" if len(tokens) < n_ctx else "shorten the prompt"))
+    return [int(i) for i in tokens]
+
+
+def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative="auto"):
+    require(whole(n_tokens_to_generate) and n_tokens_to_generate >= 0,
+            f"n_tokens_to_generate must be a whole number from 0 on, not {n_tokens_to_generate!r}")
+    require(number(temperature) and 0 <= temperature < np.inf,
+            f"temperature must be 0 (always the likeliest token) or a larger number, not {temperature!r}")
+    require(top_k is None or whole(top_k) and top_k >= 1, f"top_k must be a whole number from 1 on, not {top_k!r}")
+    require(top_p is None or number(top_p) and 0 < top_p <= 1, f"top_p must be above 0 and at most 1, not {top_p!r}")
+    require(whole(seed) and 0 <= seed < 2**64, f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+    require(isinstance(n_speculative, str) and n_speculative == "auto" or whole(n_speculative) and n_speculative >= 1,
+            f'n_speculative must be "auto" or a whole number from 1 on, not {n_speculative!r}')
+
+
+def check_draft(params, n_head, draft_params, draft_n_head):
+    """Raise ValueError with a sentence if speculative decoding cannot work with this draft model."""
+    if callable(draft_params):
+        return
+    require(isinstance(draft_params, dict), "draft_params must be a model's parameters or a function draft(tokens, n)")
+    n_vocab, n_draft_vocab = len(params["wte"]), len(draft_params["wte"])
+    require(n_vocab == n_draft_vocab, f"the draft model's vocabulary has {n_draft_vocab} tokens and the main model's {n_vocab}: "
+            "a draft model must share the main model's vocabulary")
+    n_embd, width = draft_params["wte"].shape[1], params["wte"].shape[1] // n_head
+    if draft_n_head is None:
+        require(n_embd % width == 0, f"the draft model's width {n_embd} is not made of heads as wide as the main model's {width}: "
+                "say draft_n_head")
+    else:
+        require(whole(draft_n_head) and draft_n_head >= 1 and n_embd % draft_n_head == 0,
+                f"draft_n_head must divide the draft model's width {n_embd}, which {draft_n_head!r} does not")
+
+
+def whole(x):
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def number(x):
+    return whole(x) or isinstance(x, (float, np.floating))
+
+
+def require(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+# ---- The command line.
+
+COLOURS = {"accepted": "34", "correction": "33", "free": "36", "refused": "9;90"}  # ANSI: blue, yellow, cyan, struck grey
+
+
+def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=None, use_generate_speculative=True,
+         draft_size=None, n_speculative="auto", temperature=0.0, top_k=None, top_p=None, seed=0, show_drafts=False):
+    """Continue a text with GPT-2. The text goes to standard output, everything else to standard error.
+
+    Args:
+        prompt: the text to continue; "" starts from nothing, and - takes it from standard input
+        n_tokens_to_generate: how many tokens to write; fewer if the model ends its text
+        model_size: 124M, 355M, 774M, 1558M (downloaded when missing), 1M, 7M (bundled), or the path of a directory
+        models_dir: where the models are; by default the folder models beside this program
+        use_generate_speculative: draft and verify, which gives the same text sooner; --nouse_generate_speculative to compare
+        draft_size: what drafts: another model, ngram (look up how the text went on before) or none
+        n_speculative: how many tokens to draft per round, or auto, as many as pay
+        temperature: 0 always takes the likeliest token; 0.8 reads better
+        top_k: draw from the k likeliest tokens only
+        top_p: draw from the fewest tokens that have this probability together
+        seed: another number, another text
+        show_drafts: colour each token by where it came from; =always also where the output is no terminal
+    """
+    if prompt is None:
+        raise ValueError("""there is no prompt. For example, with the bundled model:
+    python gpt2.py "Once upon a time there was a king" --model_size 7M --temperature 0.8
+  `python gpt2.py --help` tells all options.""")
+    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative)
+    require(show_drafts in (False, True, "always"), f"show_drafts is given alone or as --show_drafts=always, not {show_drafts!r}")
+    from utils import MODELS_DIR, load_encoder_hparams_and_params as load
+
+    models_dir = models_dir or MODELS_DIR
+    draft_size = ("none" if not use_generate_speculative else draft_size or default_draft(model_size))
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    encoder, hparams, params = load(model_size, models_dir)
+    n_head, draft, draft_n_head = hparams["n_head"], ngram_draft, None
+    if draft_size not in ("none", "ngram"):
+        draft_encoder, draft_hparams, draft = load(draft_size, models_dir)
+        draft_n_head = draft_hparams["n_head"]
+        require(draft_encoder.encoder == encoder.encoder, f"{draft_size} cannot draft for {model_size}: it has another vocabulary")
+    end = encoder.encoder.get("<|endoftext|>")
+    inputs = encoder.encode(prompt) or [end]
+    kwargs = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_token=end)
+
+    rounds, decode, start = [], encoder.incremental_decoder(), time.perf_counter()
+    coloured = show_drafts == "always" or show_drafts and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    if coloured:
+        print(" ".join(f"\x1b[{code}m{name}\x1b[0m" for name, code in COLOURS.items()), file=sys.stderr)
+
+    def show(text, origin=None):
+        sys.stdout.write(f"\x1b[{COLOURS[origin]}m{text}\x1b[0m" if coloured and origin and text else text)
+
+    def stream(round):
+        rounds.append(round)
+        for i, token in enumerate(round.tokens):
+            if i == round.n_accepted and coloured:
+                show(encoder.decode(round.draft[i:]), "refused")
+            origin = "accepted" if i < round.n_accepted else "correction" if i < round.n_drafted else "free"
+            show(decode([token] if token != end else []), origin)
+        sys.stdout.flush()
+
+    try:
+        if draft_size == "none":
+            generate(inputs, params, n_head, n_tokens_to_generate, **kwargs, on_round=stream)
+        else:
+            generate_speculative(inputs, params, draft, n_head, n_tokens_to_generate, n_speculative,
+                                 draft_n_head=draft_n_head, **kwargs, on_round=stream)
+    finally:
+        if rounds:
+            show(decode([], final=True) + "\n")
+            sys.stdout.flush()
+            print(statistics(rounds, time.perf_counter() - start), file=sys.stderr)
+
+
+def default_draft(model_size):
+    """The model that drafts for another: the next smaller one of its family, or n-gram lookup where there is none."""
+    return {"7M": "1M", "355M": "124M", "774M": "124M", "1558M": "124M"}.get(model_size, "ngram")
+
+
+def statistics(rounds, seconds):
+    n_tokens, n_drafted, n_accepted = (sum(n) for n in zip(*((len(r.tokens), r.n_drafted, r.n_accepted) for r in rounds)))
+    line = f"{n_tokens} tokens in {seconds:.2f} s ({n_tokens / seconds:.1f} tokens/s), {len(rounds)} main-model passes"
+    return line + (f", {n_drafted} drafted, {n_accepted} accepted ({n_accepted / n_drafted:.0%}), "
+                   f"{n_tokens / len(rounds):.2f} tokens per pass" if n_drafted else ", 0 drafted, 0 accepted")
+
+
+def run(main, **parse):
+    """Run main as a command line: a sentence and exit code 2 for what is wrong, and no traceback."""
+    import fire
+
+    fire.decorators.FIRE_METADATA = "_parse"  # under its own name it would show up in the help as a command
+    calls = []
+    note = functools.wraps(main)(lambda *args, **kwargs: calls.append((args, kwargs)))
+    sys.stdout.reconfigure(errors="replace")
+    try:  # a lone - is an argument, not fire's separator; main starts when fire has found no fault with any argument
+        fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=[*sys.argv[1:], "--", "--separator=\0"])
+        for args, kwargs in calls:
+            main(*args, **kwargs)
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError, MemoryError) as e:
+        print(f"error: {e or 'there is not enough memory'}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run(main, prompt=str, model_size=str, models_dir=str, draft_size=str)

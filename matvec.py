@@ -1,0 +1,228 @@
+"""The product that decoding lives on: a few rows times a large matrix, for about the price of one row.
+
+A forward pass over k tokens reads every weight once, whatever k is, so checking k drafts should take about as long as
+making one token. NumPy's `x @ w` falls short twice. From two rows on, BLAS first repacks the whole matrix, which takes
+longer than the product. And it sums a row in another order when the row has company, so that near ties between tokens flip.
+
+`matvec` walks the matrix in blocks that stay in a core's cache while every row uses them, and a row meets each block
+through the same instructions whether it comes alone or not: its result is the same, bit for bit. The threads are our
+own, since BLAS would cut a product up differently for every number of them, and its idle threads keep a core busy.
+"""
+import functools
+import os
+import threading
+import time
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+MAX_ROWS = 8  # rows that share one walk through the matrix
+GIL_RESULTS = 504  # np.matmul lets other threads run from about this many results on
+PIECE = 128 * 1024  # the least number of weights worth handing to a thread: 512 KB
+
+
+def matvec(x, w):
+    """Return x @ w, each row bit for bit as if it were multiplied alone.
+
+    x: [n_seq, n_in], w: [n_in, n_out], both float32 -> [n_seq, n_out]. A `w` in Fortran order (`w.T` contiguous) is used as
+    it is, any other is copied first.
+    """
+    if len(x) > MAX_ROWS:
+        parts = np.array_split(x, -(-len(x) // MAX_ROWS))
+        return np.concatenate([matvec(part, w) for part in parts])
+    wt = np.ascontiguousarray(w.T)  # [n_in, n_out] -> [n_out, n_in]
+    with single_threaded_blas:
+        return gemm(x, wt) if gemm_keeps_rows_apart(wt.shape[1]) else gemv(x, wt)
+
+
+def gemm(x, wt):
+    """Multiply all rows by one block after another with a matrix product so small that BLAS does not repack the block."""
+    n_seq, (n_out, n_in) = len(x), wt.shape
+    n_block = block_size(n_in, 32 * 1024)
+    if n_seq < 4:
+        x = np.concatenate([x, np.zeros((4 - n_seq, n_in), np.float32)])
+    y = np.empty((len(x), n_out), np.float32)
+    n_whole = n_out // n_block * n_block
+    blocks = wt[:n_whole].reshape(-1, n_block, n_in).transpose(0, 2, 1)  # [n_blocks, n_in, n_block]
+    y_blocks = y[:, :n_whole].reshape(len(x), -1, n_block).transpose(1, 0, 2)  # [n_blocks, n_rows, n_block]
+
+    def multiply(a, b):
+        np.matmul(x, blocks[a:b], out=y_blocks[a:b])
+
+    in_parallel(multiply, len(blocks), n_block * n_in, n_block * len(x))
+    if n_whole < n_out:
+        y[:n_seq, n_whole:] = gemv(x[:n_seq], wt[n_whole:])
+    return y[:n_seq]
+
+
+def gemv(x, wt):
+    """Multiply row after row by the same block, while the block is in the cache, with BLAS's product for one row."""
+    n_seq, (n_out, n_in) = len(x), wt.shape
+    n_block = block_size(n_in, 64 * 1024)
+    n_blocks = n_out // n_block
+    n_whole = n_blocks * n_block
+    y = np.empty((n_seq, n_out), np.float32)
+    blocks = wt[:n_whole].reshape(-1, n_block, n_in)
+    if n_seq == 1:
+
+        def multiply(a, b):
+            for i in range(a, b):
+                np.dot(blocks[i], x[0], out=y[0, i * n_block : (i + 1) * n_block])
+
+        in_parallel(multiply, n_blocks, n_block * n_in)
+    else:
+        y_blocks = np.empty((n_blocks, n_seq, n_block, 1), np.float32)  # in this order, or NumPy swaps the loops
+
+        def multiply(a, b):
+            np.matmul(blocks[a:b, None], x[:, :, None], out=y_blocks[a:b])
+
+        in_parallel(multiply, n_blocks, n_block * n_in, n_block * n_seq)
+        y[:, :n_whole].reshape(n_seq, n_blocks, n_block)[:] = y_blocks[..., 0].transpose(1, 0, 2)
+    for i in range(n_seq if n_whole < n_out else 0):
+        np.dot(wt[n_whole:], x[i], out=y[i, n_whole:])
+    return y
+
+
+def matmul(x, w):
+    """Return x @ w at full speed for many rows, which are not kept apart: [n_seq, n_in], [n_in, n_out] -> [n_seq, n_out].
+
+    Equal x and w give equal bits, however many threads there are.
+    """
+    n_block = 512
+    y = np.empty((len(x), w.shape[1]), np.float32)
+
+    def multiply(a, b):
+        for i in range(a, b):
+            columns = slice(i * n_block, (i + 1) * n_block)
+            np.matmul(x, w[:, columns], out=y[:, columns])
+
+    with single_threaded_blas:
+        in_parallel(multiply, -(-w.shape[1] // n_block), len(x) * len(w) * n_block)
+    return y
+
+
+def block_size(n_in, n_weights):
+    """Rows of a block of about n_weights weights; a multiple of four, since BLAS takes four at a time."""
+    return max(4, n_weights // n_in // 4 * 4)
+
+
+@functools.cache
+def gemm_keeps_rows_apart(n_in):
+    """Find out whether BLAS multiplies four to eight rows by a block without repacking it, and each row as if alone.
+
+    OpenBLAS does on processors with AVX-512; the answer comes from trying, and within a process it stays.
+    """
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((MAX_ROWS, n_in), np.float32)
+    block = rng.standard_normal((block_size(n_in, 32 * 1024), n_in), np.float32)
+    alone = []
+    for row in x:
+        padded = np.zeros((4, n_in), np.float32)
+        padded[0] = row
+        alone.append((padded @ block.T)[0])
+    if not all(np.array_equal(x[:k] @ block.T, alone[:k]) for k in range(4, MAX_ROWS + 1)):
+        return False
+
+    def seconds(product):
+        start = time.perf_counter()
+        product()
+        return time.perf_counter() - start
+
+    four = min(seconds(lambda: x[:4] @ block.T) for _ in range(9))
+    one = min(seconds(lambda: block @ x[0]) for _ in range(9))
+    return four < 4 * one
+
+
+class SingleThreadedBLAS:
+    """Hold BLAS to one thread while anybody is inside; the limit is one for the whole process, so count who needs it."""
+
+    def __init__(self):
+        self.lock, self.n_inside, self.blas = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if not self.n_inside:
+                self.blas = self.blas or ThreadpoolController().select(user_api="blas")
+                self.limit = self.blas.limit(limits=1)
+            self.n_inside += 1
+
+    def __exit__(self, *exception):
+        with self.lock:
+            self.n_inside -= 1
+            if not self.n_inside:
+                self.limit.restore_original_limits()
+
+
+class Team:
+    """The threads that share a product. One product at a time has them; whoever comes meanwhile works alone."""
+
+    def __init__(self):
+        blas = [library["num_threads"] for library in ThreadpoolController().info() if library["user_api"] == "blas"]
+        self.n_threads = max(blas, default=os.cpu_count() or 1)
+        self.taken = threading.Lock()
+        self.gates = []
+
+    def serve(self, start, done):
+        while True:
+            start.acquire()
+            self.work()
+            done.release()
+
+    def work(self):
+        try:
+            while True:
+                self.multiply(*self.ranges.pop())
+        except IndexError:  # nothing left
+            pass
+
+    def run(self, multiply, ranges):
+        while len(self.gates) < self.n_threads - 1:
+            gate = closed_lock(), closed_lock()
+            self.gates.append(gate)
+            threading.Thread(target=self.serve, args=gate, daemon=True).start()
+        self.multiply, self.ranges = multiply, list(ranges)
+        called = self.gates[: len(ranges) - 1]
+        for start, _ in called:
+            start.release()
+        self.work()
+        for start, done in called:
+            if not start.acquire(blocking=False):  # has begun
+                done.acquire()
+
+
+def closed_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def in_parallel(multiply, n, n_weights, n_results=GIL_RESULTS):
+    """Call multiply(a, b) on ranges that make up range(n), on all threads; each of the n has n_weights and n_results."""
+    least = max(-(-PIECE // n_weights), -(-GIL_RESULTS // n_results))
+    if n < 2 * least or team.n_threads == 1 or not team.taken.acquire(blocking=False):
+        multiply(0, n)
+    else:
+        try:
+            team.run(multiply, ranges(n, least, team.n_threads))
+        finally:
+            team.taken.release()
+
+
+@functools.lru_cache(1000)
+def ranges(n, least, n_threads):
+    """Cut range(n) into large pieces first and small ones last, so that all threads end together; last piece first."""
+    bounds = [0]
+    while bounds[-1] < n:
+        left = n - bounds[-1]
+        bounds.append(bounds[-1] + min(left, max(least, int(left / n_threads / 1.5))))
+    return list(zip(bounds, bounds[1:]))[::-1]
+
+
+def start_over():
+    global single_threaded_blas, team
+    single_threaded_blas, team = SingleThreadedBLAS(), Team()
+
+
+start_over()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=start_over)  # threads and held locks stay behind in the parent
