@@ -71,25 +71,25 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product): 
     return x + ffn(layer_norm(x, **ln_2), **mlp, product=product)
 
 
-def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None):
+def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n_vocab=None):
     """Return the logits that follow each of the input ids: [n_seq] -> [n_seq, n_vocab].
 
     With a `KVCache`, `inputs` are the ids that follow what it holds; they are added to it. On top of a cache that holds
     anything, every row of the result has the same bits as if its id had come alone.
-    n_logits: compute only the last so many rows. Raises ValueError if there are no ids, or more than the context holds.
+    n_logits, n_vocab: compute only the last so many rows, only the first so many columns. Raises ValueError if there are no ids, or more than the context holds.
     """
     cache = KVCache(dict(wpe=wpe, blocks=blocks), n_head) if kv_cache is None else kv_cache
     n_past, n_seq, n_ctx = len(cache), len(inputs), len(wpe)
-    if not 0 < n_seq <= n_ctx - n_past:
-        raise ValueError(f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all.")
+    require(0 < n_seq <= n_ctx - n_past, f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
+    check_ids(inputs, len(wte))
     product = matvec if n_past else matmul  # a prompt goes through BLAS at full speed, in one call for all its rows
     with single_threaded_blas:
-        x = wte[inputs] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
+        x = wte[np.asarray(inputs)] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
         for block, keys, values in zip(blocks, cache.keys, cache.values):
             x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
         cache.n_seq += n_seq
         x = layer_norm(x[-(n_logits or n_seq) :], **ln_f)
-        return (matvec if len(x) == 1 else product)(x, wte.T)  # [n_seq, n_embd] -> [n_seq, n_vocab]
+        return (matvec if len(x) == 1 else product)(x, wte[:n_vocab].T)  # [n_seq, n_embd] -> [n_seq, n_vocab]
 
 
 class KVCache:
@@ -126,23 +126,23 @@ class Sampler:
     Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
     """
 
-    def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+    def __init__(self, n_vocab, temperature, top_k, top_p, seed):
+        self.n_vocab, self.temperature, self.top_k, self.top_p, self.seed = n_vocab, temperature, top_k, top_p, seed
 
     def race(self, logits, position):
-        """Return the scores [n_vocab] whose largest belongs to the token at this position."""
+        """Return the scores whose largest belongs to the token at this position; logits: [n_vocab], or its first part."""
         if self.temperature == 0:
             return logits
-        scores = logits / np.float32(self.temperature)
+        scores = (logits - logits.max()) / np.float32(max(self.temperature, 1e-30))
         if self.top_k is not None and self.top_k < len(scores):
             least = np.partition(scores, -self.top_k)[-self.top_k]
             scores = np.where(scores < least, -np.inf, scores)
         if self.top_p is not None and self.top_p < 1:
             p = np.sort(softmax(scores.astype(np.float64)))[::-1]
-            n_kept = np.searchsorted(np.cumsum(p), self.top_p) + 1  # the fewest that reach top_p together
+            n_kept = min(np.searchsorted(np.cumsum(p), self.top_p) + 1, len(p))  # the fewest that reach top_p together
             least = np.partition(scores, -n_kept)[-n_kept]
             scores = np.where(scores < least, -np.inf, scores)
-        return scores + gumbel(self.seed, position, len(scores))
+        return scores + gumbel(self.seed, position, self.n_vocab)[: len(scores)]
 
     def __call__(self, logits, position):
         return int(self.race(logits, position).argmax())
@@ -172,10 +172,10 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
     Raises ValueError, before any work, for values that make no sense and for more tokens than the context holds.
     """
     tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
-    params, n_prompt = in_kernel_order(params), len(tokens)
-    pick, cache = Sampler(temperature, top_k, top_p, seed), KVCache(params, n_head)
+    params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
+    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
     with single_threaded_blas:
-        while len(tokens) < n_prompt + n_tokens_to_generate and tokens[n_prompt:][-1:] != [stop_token]:
+        while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
             start = time.perf_counter()
             logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
             tokens.append(pick(logits[0], len(tokens)))
@@ -207,22 +207,26 @@ DRAFT_VOCAB = 24_576  # ids are in order of merging, so the first half of GPT-2'
 
 
 class ModelDraft:
-    """A smaller model that drafts, with the same noise as the main model and a KV cache of its own."""
+    """A smaller model that drafts, with the main model's noise and a KV cache of its own."""
 
     def __init__(self, params, n_head, pick):
-        self.params = dict(in_kernel_order(params), wte=params["wte"][:DRAFT_VOCAB])
+        self.params = in_kernel_order(params)
         self.n_head, self.pick = n_head, pick
         self.cache, self.cached = KVCache(params, n_head), []
+        self.seconds = None  # that one draft takes
 
     def __call__(self, tokens, n, worth=lambda chance: True):
-        """Propose at most n ids, and none after one whose chance to be reached and accepted is not worth the next."""
+        """Propose at most n ids; stop where another is not `worth` it, given the chance that all before are accepted."""
         self.cache.truncate(min(n_common(self.cached, tokens), len(tokens) - 1))
-        draft, chance = list(tokens), 1.0
-        while len(draft) < len(tokens) + n and len(draft) <= len(self.params["wpe"]) and worth(chance):
-            logits = gpt2(draft[len(self.cache) :], **self.params, n_head=self.n_head, kv_cache=self.cache, n_logits=1)
-            scores = self.pick.race(logits[0], len(draft))
-            draft.append(int(scores.argmax()))
-            chance *= 1 / np.exp(scores - scores.max()).sum()  # the winner's share in a softmax of the race
+        n_ctx, chance, draft = len(self.params["wpe"]), 1.0, list(tokens)
+        while len(draft) < len(tokens) + n and len(draft) <= n_ctx and worth(chance):
+            start, new = time.perf_counter(), draft[len(self.cache) :]
+            logits = gpt2(new, **self.params, n_head=self.n_head, kv_cache=self.cache, n_logits=1, n_vocab=DRAFT_VOCAB)
+            race = self.pick.race(logits[0], len(draft))
+            draft.append(int(race.argmax()))
+            chance /= np.exp(race - race.max()).sum()  # times the winner's share in the softmax of the race
+            if len(new) < 3:  # else the cache has been catching up
+                self.seconds = averaged(self.seconds, time.perf_counter() - start)
         self.cached = draft[: len(self.cache)]
         return draft[len(tokens) :]
 
@@ -233,65 +237,68 @@ def n_common(a, b):
 
 
 class Auto:
-    """Draft as much as pays by what was measured so far: how often drafts are accepted, what they and their checks cost.
+    """Draft as much as pays, going by what was measured so far: how often drafts are accepted, what they and checking cost.
 
-    n drafts accepted at rate a make 1 + a + ... + a^n tokens in the time of n drafts and one pass over n + 1 rows (Leviathan
-    et al. 2023, sections 3.1 and 3.4). The n that makes most tokens per second is taken, be it 0; while it is 0, what was seen
-    of a is slowly forgotten, so that drafting gets another try.
+    With drafts accepted at the rate a, a round of n makes 1 + a + ... + a^n tokens in the time of n drafts and one pass over
+    n + 1 rows (Leviathan et al. 2023, sections 3.1 and 3.5). The n that makes most tokens per second is taken, be it 0; while
+    nothing is drafted, the rates drift back to where they began, so that drafting gets another try.
     """
 
+    START = 1.3, 2.0  # accepted and judged drafts, before any was
+
     def __init__(self, drafters):
-        self.seen = {drafter: [1.3, 2.0, 0.0] for drafter in drafters}  # accepted, judged, seconds per draft
-        self.passes = {}  # seconds of a main pass by its number of rows
-        self.last = None
+        self.counts = dict.fromkeys(drafters, self.START)
+        self.seconds = dict.fromkeys(drafters)  # per draft
+        self.passes = None  # {n_rows: seconds of a main-model pass}
+        self.drafter = None  # whose drafts the round has
 
     def pass_seconds(self, n_rows):
-        known = [n for n in self.passes if n <= n_rows]
-        return self.passes[max(known)]
+        as_many = [seconds for n, seconds in self.passes.items() if n >= n_rows]
+        return min(as_many) if as_many else self.passes[max(self.passes)]  # what was never tried is hoped to be cheap
 
     def plan(self, drafter):
-        """Return (tokens per second, n) of the best number of drafts."""
-        accepted, judged, draft_seconds = self.seen[drafter]
-        a, n_max = min(0.98, accepted / judged), 2 * max(self.passes)
-        return max((sum(a**i for i in range(n + 1)) / (n * draft_seconds + self.pass_seconds(n + 1)), n)
-                   for n in range(min(n_max, 15) + 1))
+        """Return the most tokens per second that this drafter promises, and with how many drafts."""
+        accepted, judged = self.counts[drafter]
+        seconds = self.seconds[drafter] or 0.0
+        n_tokens = np.cumsum((accepted / judged) ** np.arange(min(2 * max(self.passes), 15) + 1))
+        rates = [tokens / (n * seconds + self.pass_seconds(n + 1)) for n, tokens in enumerate(n_tokens)]
+        return max(rates), int(np.argmax(rates))
 
-    def __call__(self, tokens, n):
-        self.last = None
-        if not self.passes or not n:
-            return []
-        for (rate, n_best), drafter in sorted(((self.plan(d), d) for d in self.seen), key=lambda p: -p[0][0]):
-            if n_best:
-                self.last = drafter
-                n = min(n, n_best)
-                if isinstance(drafter, ModelDraft):
-                    accepted, judged, c = self.seen[drafter]
-                    row = (self.pass_seconds(n + 1) - self.pass_seconds(1)) / n
-                    draft = drafter(tokens, n, lambda chance: chance * accepted / judged > rate * (c + row) * 0.9)
-                else:
-                    draft = drafter(tokens, n)
-                if draft:
-                    return draft
-        self.last = None
+    def __call__(self, tokens, n_most):
+        plans = {drafter: self.plan(drafter) for drafter in self.counts} if self.passes else {}
+        for self.drafter, (rate, n) in sorted(plans.items(), key=lambda item: item[1][0], reverse=True):
+            n, worth = min(n, n_most), ()
+            if n and isinstance(self.drafter, ModelDraft):
+                accepted, judged = self.counts[self.drafter]
+                row = (self.pass_seconds(n + 1) - self.pass_seconds(1)) / n
+                least = rate * ((self.seconds[self.drafter] or 0.0) + row) * judged / accepted
+                n, worth = min(n_most, 2 * n), (lambda chance: chance > least,)
+            if n and (draft := self.drafter(tokens, n, *worth)):
+                return draft
+        self.drafter = None
         return []
 
     def learn(self, round):
+        """Take in what a round came to. The first is the prompt's, whose time says nothing about the others."""
+        if self.passes is None:
+            self.passes = {}
+            return
         n_rows = round.n_drafted + 1
-        self.passes[n_rows] = mixed(self.passes.get(n_rows), round.verify_seconds)
-        if self.last and round.n_drafted:
-            seen = self.seen[self.last]
-            seen[0] = 0.9 * seen[0] + round.n_accepted
-            seen[1] = 0.9 * seen[1] + min(round.n_accepted + 1, round.n_drafted)
-            seen[2] = mixed(seen[2] or None, round.draft_seconds / round.n_drafted)
+        self.passes[n_rows] = averaged(self.passes.get(n_rows), round.verify_seconds)
+        if self.drafter and round.n_drafted:
+            accepted, judged = self.counts[self.drafter]
+            n_judged = min(round.n_accepted + 1, round.n_drafted)
+            self.counts[self.drafter] = 0.9 * accepted + round.n_accepted, 0.9 * judged + n_judged
+            took = getattr(self.drafter, "seconds", round.draft_seconds / round.n_drafted)
+            self.seconds[self.drafter] = averaged(self.seconds[self.drafter], took)
         else:
-            for seen in self.seen.values():
-                seen[0] = 0.99 * seen[0] + 0.01 * 1.3
-                seen[1] = 0.99 * seen[1] + 0.01 * 2.0
+            self.counts = {drafter: tuple(0.99 * count + 0.01 * start for count, start in zip(counts, self.START))
+                           for drafter, counts in self.counts.items()}
 
 
-def mixed(old, new):
+def averaged(old, new):
     """Average over time, in which a single hiccup counts little."""
-    return new if old is None else 0.7 * old + 0.3 * min(new, 1.5 * old)
+    return new if old is None else old if new is None else 0.7 * old + 0.3 * min(new, 1.5 * old)
 
 
 # ---- Speculative decoding.
@@ -311,48 +318,46 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
     if the vocabularies differ.
     """
     tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
-    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative)
-    check_draft(params, n_head, draft_params, draft_n_head)
-    params, n_prompt, n_vocab = in_kernel_order(params), len(tokens), len(params["wte"])
-    pick, cache = Sampler(temperature, top_k, top_p, seed), KVCache(params, n_head)
-    drafters = [draft_params]
-    if not callable(draft_params):
-        drafters = [ModelDraft(draft_params, draft_n_head or heads_as_wide(draft_params, params, n_head), pick)]
-        if n_speculative == "auto":
-            drafters.append(ngram_draft)
+    check_draft(params, n_head, draft_params, draft_n_head, n_speculative)
+    params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
+    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
+    if callable(draft_params):
+        drafters = [lambda tokens, n: as_advice(draft_params(tokens, n), n, len(params["wte"]))]
+    else:
+        drafters = [ModelDraft(draft_params, draft_n_head or heads_as_wide(draft_params, params, n_head), pick), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
-    end = n_prompt + n_tokens_to_generate
     with single_threaded_blas:
-        while len(tokens) < end and tokens[n_prompt:][-1:] != [stop_token]:
-            start = time.perf_counter()
-            n = min(end - len(tokens) - 1, n_speculative if not auto else end) if len(cache) else 0  # the prompt goes alone
-            draft = within((auto or drafters[0])(list(tokens), n), n, n_vocab) if n else []
+        while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
+            # Draft. The prompt goes alone, as in `generate`; the last token needs no draft, as it comes anyway.
+            start, draft = time.perf_counter(), []
+            if len(cache) and (n := end - len(tokens) - 1):
+                draft = auto(list(tokens), n) if auto else drafters[0](list(tokens), min(n, n_speculative))
+            # Verify: one pass of the main model over all drafts.
             drafted = time.perf_counter()
             logits = gpt2(tokens[len(cache) :] + draft, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
-            new = []
+            # Accept: pick the main model's own tokens for as long as they are those that were drafted, and one more.
+            picked = []
             for row, guess in zip(logits, draft + [None]):
-                new.append(pick(row, len(tokens) + len(new)))
-                if new[-1] != guess or guess == stop_token:
+                picked.append(pick(row, len(tokens) + len(picked)))
+                if picked[-1] != guess or guess == stop_token:
                     break
-            first = not tokens[n_prompt:]
-            tokens += new
+            tokens += picked
+            # Roll back: forget the refused drafts.
             cache.truncate(len(tokens) - 1)
-            round = Round(tuple(new), len(draft), n_common(new, draft), drafted - start, time.perf_counter() - drafted)
+            round = Round(tuple(picked), len(draft), n_common(picked, draft), drafted - start, time.perf_counter() - drafted)
             round.draft = tuple(draft)
-            if auto and not first: auto.learn(round)
+            if auto:
+                auto.learn(round)
             if on_round:
                 on_round(round)
     return tokens[n_prompt:]
 
 
-def within(draft, n, n_vocab):
-    """Cut what a drafter returned to n ids of the vocabulary."""
-    ids = []
-    for i in itertools.islice(draft if draft is not None else (), n):
-        if not (isinstance(i, (int, np.integer)) and 0 <= i < n_vocab): break
-        ids.append(int(i))
-    return ids
+def as_advice(draft, n, n_vocab):
+    """Return what a drafter came up with as a list: at most n ids, up to the first thing that is no id."""
+    draft = [] if draft is None else itertools.islice(draft, n)
+    return [int(i) for i in itertools.takewhile(lambda i: whole(i) and 0 <= i < n_vocab, draft)]
 
 
 def heads_as_wide(draft_params, params, n_head):
@@ -376,11 +381,11 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
     """Return the ids in inputs as a list, or raise ValueError with a sentence about the first argument that is wrong."""
     check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
     (n_vocab, n_embd), n_ctx = params["wte"].shape, len(params["wpe"])
-    require(not isinstance(inputs, (str, bytes)), "inputs must be token ids, not text: encode it first")
+    require(hasattr(inputs, "__iter__") and not isinstance(inputs, (str, bytes)),
+            f"inputs must be a sequence of token ids, not {inputs!r:.40}: text has to be encoded first")
     tokens = list(inputs)
     require(tokens, "there is nothing to continue: give at least one token id, such as that of <|endoftext|>")
-    for i in tokens:
-        require(whole(i) and 0 <= i < n_vocab, f"token ids must be whole numbers from 0 to {n_vocab - 1}, not {i!r}")
+    check_ids(tokens, n_vocab)
     require(stop_token is None or whole(stop_token) and 0 <= stop_token < n_vocab,
             f"stop_token must be a token id from 0 to {n_vocab - 1}, not {stop_token!r}")
     require(whole(n_head) and n_head >= 1 and n_embd % n_head == 0,
@@ -391,7 +396,7 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
     return [int(i) for i in tokens]
 
 
-def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative="auto"):
+def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed):
     require(whole(n_tokens_to_generate) and n_tokens_to_generate >= 0,
             f"n_tokens_to_generate must be a whole number from 0 on, not {n_tokens_to_generate!r}")
     require(number(temperature) and 0 <= temperature < np.inf,
@@ -399,12 +404,21 @@ def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_specu
     require(top_k is None or whole(top_k) and top_k >= 1, f"top_k must be a whole number from 1 on, not {top_k!r}")
     require(top_p is None or number(top_p) and 0 < top_p <= 1, f"top_p must be above 0 and at most 1, not {top_p!r}")
     require(whole(seed) and 0 <= seed < 2**64, f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
-    require(isinstance(n_speculative, str) and n_speculative == "auto" or whole(n_speculative) and n_speculative >= 1,
+
+
+def check_ids(ids, n_vocab):
+    for i in ids:
+        require(whole(i) and 0 <= i < n_vocab, f"token ids must be whole numbers from 0 to {n_vocab - 1}, not {i!r}")
+
+
+def check_n_speculative(n_speculative):
+    require(n_speculative in ("auto",) or whole(n_speculative) and n_speculative >= 1,
             f'n_speculative must be "auto" or a whole number from 1 on, not {n_speculative!r}')
 
 
-def check_draft(params, n_head, draft_params, draft_n_head):
-    """Raise ValueError with a sentence if speculative decoding cannot work with this draft model."""
+def check_draft(params, n_head, draft_params, draft_n_head, n_speculative):
+    """Raise ValueError with a sentence if speculative decoding cannot work with this draft model or number of drafts."""
+    check_n_speculative(n_speculative)
     if callable(draft_params):
         return
     require(isinstance(draft_params, dict), "draft_params must be a model's parameters or a function draft(tokens, n)")
@@ -460,7 +474,8 @@ def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=Non
         raise ValueError("""there is no prompt. For example, with the bundled model:
     python gpt2.py "Once upon a time there was a king" --model_size 7M --temperature 0.8
   `python gpt2.py --help` tells all options.""")
-    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed, n_speculative)
+    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
+    check_n_speculative(n_speculative)
     require(show_drafts in (False, True, "always"), f"show_drafts is given alone or as --show_drafts=always, not {show_drafts!r}")
     from utils import MODELS_DIR, load_encoder_hparams_and_params as load
 

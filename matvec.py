@@ -10,6 +10,7 @@ own, since BLAS would cut a product up differently for every number of them, and
 """
 import functools
 import os
+import queue
 import threading
 import time
 
@@ -30,8 +31,10 @@ def matvec(x, w):
     if len(x) > MAX_ROWS:
         parts = np.array_split(x, -(-len(x) // MAX_ROWS))
         return np.concatenate([matvec(part, w) for part in parts])
-    wt = np.ascontiguousarray(w.T)  # [n_in, n_out] -> [n_out, n_in]
+    x, wt = np.ascontiguousarray(x), np.ascontiguousarray(w.T)  # [n_in, n_out] -> [n_out, n_in]
     with single_threaded_blas:
+        if wt.size <= 2 * PIECE:  # too small for anything but BLAS's product for one row, for one row after another
+            return np.matmul(wt, x[:, :, None])[:, :, 0]
         return gemm(x, wt) if gemm_keeps_rows_apart(wt.shape[1]) else gemv(x, wt)
 
 
@@ -40,7 +43,7 @@ def gemm(x, wt):
     n_seq, (n_out, n_in) = len(x), wt.shape
     n_block = block_size(n_in, 32 * 1024)
     if n_seq < 4:
-        x = np.concatenate([x, np.zeros((4 - n_seq, n_in), np.float32)])
+        x = np.concatenate([x, np.zeros((4 - n_seq, n_in), np.float32)])  # so that one row takes the way of four
     y = np.empty((len(x), n_out), np.float32)
     n_whole = n_out // n_block * n_block
     blocks = wt[:n_whole].reshape(-1, n_block, n_in).transpose(0, 2, 1)  # [n_blocks, n_in, n_block]
@@ -134,23 +137,44 @@ def gemm_keeps_rows_apart(n_in):
 
 
 class SingleThreadedBLAS:
-    """Hold BLAS to one thread while anybody is inside; the limit is one for the whole process, so count who needs it."""
+    """A context in which BLAS uses one thread. Its limit is the process's, so it is lifted when the last one leaves."""
 
     def __init__(self):
-        self.lock, self.n_inside, self.blas = threading.Lock(), 0, None
+        self.lock, self.inside, self.n_inside, self.libraries = threading.Lock(), threading.local(), 0, None
 
     def __enter__(self):
-        with self.lock:
-            if not self.n_inside:
-                self.blas = self.blas or ThreadpoolController().select(user_api="blas")
-                self.limit = self.blas.limit(limits=1)
-            self.n_inside += 1
+        self.inside.depth = getattr(self.inside, "depth", 0) + 1
+        if self.inside.depth == 1:
+            with self.lock:
+                if self.n_inside == 0:
+                    self.libraries = self.libraries or ThreadpoolController().select(user_api="blas").lib_controllers
+                    self.before = [library.num_threads for library in self.libraries]
+                self.n_inside += 1
+                self.set([1] * len(self.libraries))
 
     def __exit__(self, *exception):
-        with self.lock:
-            self.n_inside -= 1
-            if not self.n_inside:
-                self.limit.restore_original_limits()
+        self.inside.depth -= 1
+        if self.inside.depth == 0:
+            with self.lock:
+                self.n_inside -= 1
+                if self.n_inside == 0:
+                    self.set(self.before)
+
+    def set(self, n_threads):
+        for library, n in zip(self.libraries, n_threads):
+            # threadpoolctl 3.8 obeys only the thread that came first, but here the last to leave may be another.
+            release = getattr(library, "clear_controlling_thread", lambda force: None)
+            release(force=True)
+            library.set_num_threads(n)
+            release(force=True)
+
+    def start_over(self):
+        """In a forked child, where nobody is inside."""
+        n_inside, libraries = self.n_inside, self.libraries
+        self.__init__()
+        self.libraries = libraries
+        if n_inside:  # somebody was when the child was born
+            self.set(self.before)
 
 
 class Team:
@@ -159,41 +183,54 @@ class Team:
     def __init__(self):
         blas = [library["num_threads"] for library in ThreadpoolController().info() if library["user_api"] == "blas"]
         self.n_threads = max(blas, default=os.cpu_count() or 1)
-        self.taken = threading.Lock()
-        self.gates = []
+        self.start_over()
 
-    def serve(self, start, done):
+    def start_over(self):
+        """In a forked child, where the other threads are missing."""
+        self.taken, self.calls = threading.Lock(), []  # a queue of calls for each of the other threads
+
+    def serve(self, calls):
+        single_threaded_blas.set([1] * len(single_threaded_blas.libraries))  # where each thread has a limit of its own
         while True:
-            start.acquire()
-            self.work()
-            done.release()
+            ticket, done, job = calls.get()
+            if ticket.acquire(blocking=False):
+                job.work()
+                done.release()
+
+    def run(self, multiply, ranges):
+        while len(self.calls) < self.n_threads - 1:
+            self.calls.append(queue.SimpleQueue())
+            threading.Thread(target=self.serve, args=self.calls[-1:], daemon=True).start()
+        job, called = Job(multiply, ranges), []
+        for calls in self.calls[: len(ranges) - 1]:
+            ticket, done = threading.Lock(), threading.Lock()
+            done.acquire()
+            called.append((ticket, done))
+            calls.put((ticket, done, job))
+        job.work()
+        for ticket, done in called:
+            if not ticket.acquire(blocking=False):  # whoever has the ticket has begun
+                done.acquire()
+        if job.error:
+            raise job.error
+
+
+class Job:
+    """A function and the ranges that are left to call it on."""
+
+    def __init__(self, multiply, ranges):
+        self.multiply, self.ranges, self.error = multiply, list(ranges), None
 
     def work(self):
         try:
             while True:
-                self.multiply(*self.ranges.pop())
-        except IndexError:  # nothing left
-            pass
-
-    def run(self, multiply, ranges):
-        while len(self.gates) < self.n_threads - 1:
-            gate = closed_lock(), closed_lock()
-            self.gates.append(gate)
-            threading.Thread(target=self.serve, args=gate, daemon=True).start()
-        self.multiply, self.ranges = multiply, list(ranges)
-        called = self.gates[: len(ranges) - 1]
-        for start, _ in called:
-            start.release()
-        self.work()
-        for start, done in called:
-            if not start.acquire(blocking=False):  # has begun
-                done.acquire()
-
-
-def closed_lock():
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+                try:
+                    a, b = self.ranges.pop()
+                except IndexError:  # nothing left
+                    return
+                self.multiply(a, b)
+        except Exception as error:
+            self.error = error
 
 
 def in_parallel(multiply, n, n_weights, n_results=GIL_RESULTS):
@@ -218,11 +255,7 @@ def ranges(n, least, n_threads):
     return list(zip(bounds, bounds[1:]))[::-1]
 
 
-def start_over():
-    global single_threaded_blas, team
-    single_threaded_blas, team = SingleThreadedBLAS(), Team()
-
-
-start_over()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=start_over)  # threads and held locks stay behind in the parent
+single_threaded_blas, team = SingleThreadedBLAS(), Team()
+if hasattr(os, "register_at_fork"):  # threads and held locks stay behind in the parent
+    os.register_at_fork(after_in_child=single_threaded_blas.start_over)
+    os.register_at_fork(after_in_child=team.start_over)
