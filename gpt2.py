@@ -36,6 +36,8 @@ def linear(x, w, b, product):  # [n_seq, n_in], [n_in, n_out], [n_out] -> [n_seq
 
 
 def ffn(x, c_fc, c_proj, product):  # [n_seq, n_embd] -> [n_seq, 4*n_embd] -> [n_seq, n_embd]
+    if len(x) > 256:  # a long prompt in parts, to save memory
+        return np.concatenate([ffn(part, c_fc, c_proj, product) for part in np.array_split(x, -(-len(x) // 256))])
     return linear(gelu(linear(x, **c_fc, product=product)), **c_proj, product=product)
 
 
@@ -54,13 +56,18 @@ def mha(x, c_attn, c_proj, keys, values, n_past, product):  # [n_seq, n_embd] ->
     if n_past:  # row by row, each against just its own past: in company, sums would be rounded differently
         for i in range(n_seq):
             n = n_past + i + 1
-            heads[i] = attention(q[:, i : i + 1], keys[:, :n], values[:, :n])[:, 0]
-    else:  # head by head, to save memory
+
+            def attend(a, b):
+                heads[i, a:b] = attention(q[a:b, i : i + 1], keys[a:b, :n], values[a:b, :n])[:, 0]
+
+            in_parallel(attend, n_head, 2 * n * d_head, n)
+    else:  # the rows of a prompt together, but in parts and head by head, to save memory
         mask = np.triu(np.full((n_seq, n_seq), -np.inf, np.float32), 1)
 
         def attend(a, b):
-            for h in range(a, b):
-                heads[:, h] = attention(q[h], keys[h, :n_seq], values[h, :n_seq], mask)
+            for h, i in itertools.product(range(a, b), range(0, n_seq, 256)):
+                n = min(i + 256, n_seq)
+                heads[i:n, h] = attention(q[h, i:n], keys[h, :n], values[h, :n], mask[i:n, :n])
 
         in_parallel(attend, n_head, n_seq * n_seq * d_head)
     return linear(heads.reshape(n_seq, -1), **c_proj, product=product)

@@ -91,17 +91,23 @@ def matmul(x, w):
 
     Equal x and w give equal bits, however many threads there are.
     """
-    n_block = 512
-    y = np.empty((len(x), w.shape[1]), np.float32)
+    n_block, wt, few = 512, w.T, len(x) < 64
+    if few:  # fewer rows than a block has: BLAS repacks less when the block comes first
+        x, y = np.ascontiguousarray(x.T), np.empty((len(wt), len(x)), np.float32)
 
-    def multiply(a, b):
-        for i in range(a, b):
-            columns = slice(i * n_block, (i + 1) * n_block)
-            np.matmul(x, w[:, columns], out=y[:, columns])
+        def multiply(a, b):
+            for block in (slice(i * n_block, (i + 1) * n_block) for i in range(a, b)):
+                np.matmul(wt[block], x, out=y[block])
+    else:
+        y = np.empty((len(x), len(wt)), np.float32)
+
+        def multiply(a, b):
+            for block in (slice(i * n_block, (i + 1) * n_block) for i in range(a, b)):
+                np.matmul(x, w[:, block], out=y[:, block])
 
     with single_threaded_blas:
-        in_parallel(multiply, -(-w.shape[1] // n_block), len(x) * len(w) * n_block)
-    return y
+        in_parallel(multiply, -(-len(wt) // n_block), x.size * n_block)
+    return np.ascontiguousarray(y.T) if few else y
 
 
 def block_size(n_in, n_weights):
