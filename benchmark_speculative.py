@@ -8,14 +8,15 @@ import sys
 import time
 from collections import Counter, namedtuple
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from json import dumps
 from statistics import median
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
-from gpt2 import KVCache, generate, generate_speculative, gpt2, layer_norm, ngram_draft, transformer_block
+from gpt2 import (KVCache, command_line, default_draft, generate, generate_speculative, gpt2, layer_norm,
+                  ngram_draft, transformer_block)
 from matvec import in_parallel, matvec, single_threaded_blas
 from utils import MODELS_DIR, load_encoder_hparams_and_params
 
@@ -32,7 +33,6 @@ PROMPTS = {  # about what the bundled pair knows: fairy tales
     "code-like": ['if x == 1:\n    print("one")\nelif x == 2:\n    print("two")\nelif x == 3:\n    print('],
     "repetitive": ["a white horse, and a black horse, and " * 2 + "a white horse, and"],
 }
-USUAL_DRAFT = {"7M": "1M", "355M": "124M", "774M": "124M", "1558M": "124M"}
 
 Model = namedtuple("Model", "size encoder params n_head n_ctx")
 Run = namedtuple("Run", "seconds ids rounds")  # rounds: what on_round got to see, the prompt's pass first
@@ -54,7 +54,7 @@ def benchmark(*, model_sizes="124M,355M", draft=None, n_speculative="1,2,4,auto"
     Args:
         model_sizes: the models to measure, separated by commas.
         draft: the model that drafts, or ngram for looking up how the last words went on earlier in the text.
-            By default 1M drafts for 7M, 124M for larger ones. A model that would be its own draft uses ngram.
+            By default as in gpt2.py: 1M for 7M, 124M for larger ones, else ngram. No model is its own draft.
         n_speculative: the numbers of drafts per round to compare. auto drafts as much as pays.
         prompts: a UTF-8 file, one prompt per line. By default prose, quoting, code-like and repetitive ones.
         tokens: how many tokens each run writes, at least 2.
@@ -373,9 +373,8 @@ def draw_acceptance(axes, rows, n_speculative):
 
 
 def listed(option):
-    """Return the parts of "a,b", once each; some lists fire has split already."""
-    parts = option if isinstance(option, (list, tuple)) else str(option).split(",")
-    return list(dict.fromkeys(str(part).strip() for part in parts))
+    """Return the parts of "a,b", once each."""
+    return list(dict.fromkeys(part.strip() for part in option.split(",")))
 
 
 def count(name, value, least=1):
@@ -388,7 +387,7 @@ def count(name, value, least=1):
 def check_target(option, path):
     ending = {"json": ".json", "plot": ".png"}[option]
     if path is not None:
-        if not isinstance(path, str) or not path.endswith(ending):
+        if not path.endswith(ending):
             raise ValueError(f"--{option} takes the name of a {ending} file, not {path!r}.")
         if not os.access(os.path.dirname(path) or ".", os.W_OK) or os.path.isdir(path):
             raise ValueError(f"{path} cannot be written: choose a file in a folder that exists and lets you.")
@@ -398,7 +397,7 @@ def check_target(option, path):
 
 def lines_of(path):
     try:
-        with open(str(path), encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig") as file:
             lines = [line.strip() for line in file if line.strip()]
     except (OSError, UnicodeDecodeError):
         lines = []
@@ -408,7 +407,7 @@ def lines_of(path):
 
 
 def draft_for(size, draft):
-    draft = USUAL_DRAFT.get(size, size) if draft is None else str(draft)
+    draft = default_draft(size) if draft is None else draft
     if draft == size:
         print(f"{size} would be its own draft model, so n-gram lookup drafts for it.", flush=True)
     return "ngram" if draft == size else draft
@@ -438,20 +437,6 @@ def write_whole(path, write):
             os.remove(part)
 
 
-def main():
-    """Run the command line, and return its exit code."""
-    import fire
-
-    asked = []  # fire calls first and complains about unknown options later: so let it only take notes
-    fire.Fire(wraps(benchmark)(lambda **options: asked.append(options)), name="benchmark_speculative.py")
-    try:
-        return benchmark(**asked[0])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line(benchmark, model_sizes=str, draft=str, n_speculative=str, prompts=str, models_dir=str,
+                 json=str, plot=str)

@@ -1,10 +1,12 @@
 """GPT-2 in NumPy, with speculative decoding that returns exactly what plain decoding returns, only sooner.
 
-From top to bottom: the model, picking a token, `generate`, drafting, `generate_speculative`, the command line.
+From top to bottom: the model, picking a token, plain decoding, drafting, speculative decoding, what is
+accepted as an argument, the command line.
 """
 import functools
 import itertools
 import os
+import re
 import sys
 import time
 from collections import namedtuple
@@ -13,7 +15,10 @@ import numpy as np
 
 from matvec import in_parallel, matmul, matvec, single_threaded_blas
 
-# ---- The model: Radford et al. 2019. Only attention mixes positions; all else treats each row of x by itself.
+# ---- The model: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
+# Only attention mixes positions; all else treats each row of x by itself. product(x, w) is x @ w, see `gpt2`.
+
+PART = 256  # rows of a long prompt that are computed at a time, to save memory
 
 
 def gelu(x):
@@ -36,24 +41,25 @@ def linear(x, w, b, product):  # [n_seq, n_in], [n_in, n_out], [n_out] -> [n_seq
 
 
 def ffn(x, c_fc, c_proj, product):  # [n_seq, n_embd] -> [n_seq, 4*n_embd] -> [n_seq, n_embd]
-    if len(x) > 256:  # a long prompt in parts, to save memory
-        return np.concatenate([ffn(part, c_fc, c_proj, product) for part in np.array_split(x, -(-len(x) // 256))])
+    if len(x) > PART:
+        parts = np.array_split(x, -(-len(x) // PART))
+        return np.concatenate([ffn(part, c_fc, c_proj, product) for part in parts])
     return linear(gelu(linear(x, **c_fc, product=product)), **c_proj, product=product)
 
 
-def attention(q, k, v, mask=0):  # [..., n_q, d_head], [..., n_kv, d_head], [..., n_kv, d_head] -> [..., n_q, d_head]
+def attention(q, k, v, mask=0):  # q, result: [..., n_q, d_head], k, v: [..., n_kv, d_head], mask: [n_q, n_kv]
     return softmax(q @ k.swapaxes(-1, -2) + mask) @ v
 
 
 def mha(x, c_attn, c_proj, keys, values, n_past, product):  # [n_seq, n_embd] -> [n_seq, n_embd]
     n_seq, (n_head, _, d_head) = len(x), keys.shape  # keys, values: [n_head, n_ctx, d_head]
     qkv = linear(x, **c_attn, product=product)  # [n_seq, n_embd] -> [n_seq, 3*n_embd]
-    q, k, v = qkv.reshape(n_seq, 3, n_head, d_head).transpose(1, 2, 0, 3)  # -> three times [n_head, n_seq, d_head]
+    q, k, v = qkv.reshape(n_seq, 3, n_head, d_head).transpose(1, 2, 0, 3)  # 3 times [n_head, n_seq, d_head]
     q = q / np.float32(np.sqrt(d_head))
     keys[:, n_past : n_past + n_seq] = k
     values[:, n_past : n_past + n_seq] = v
     heads = np.empty((n_seq, n_head, d_head), np.float32)
-    if n_past:  # row by row, each against just its own past: in company, sums would be rounded differently
+    if n_past:  # row by row, each against its own past alone: in company, sums would be rounded differently
         for i in range(n_seq):
             n = n_past + i + 1
 
@@ -61,19 +67,19 @@ def mha(x, c_attn, c_proj, keys, values, n_past, product):  # [n_seq, n_embd] ->
                 heads[i, a:b] = attention(q[a:b, i : i + 1], keys[a:b, :n], values[a:b, :n])[:, 0]
 
             in_parallel(attend, n_head, 2 * n * d_head, n)
-    else:  # the rows of a prompt together, but in parts and head by head, to save memory
+    else:  # the rows of a prompt together
         mask = np.triu(np.full((n_seq, n_seq), -np.inf, np.float32), 1)
 
         def attend(a, b):
-            for h, i in itertools.product(range(a, b), range(0, n_seq, 256)):
-                n = min(i + 256, n_seq)
+            for h, i in itertools.product(range(a, b), range(0, n_seq, PART)):
+                n = min(i + PART, n_seq)
                 heads[i:n, h] = attention(q[h, i:n], keys[h, :n], values[h, :n], mask[i:n, :n])
 
         in_parallel(attend, n_head, n_seq * n_seq * d_head)
     return linear(heads.reshape(n_seq, -1), **c_proj, product=product)
 
 
-def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product):  # [n_seq, n_embd] -> [n_seq, n_embd]
+def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product):  # x, result: [n_seq, n_embd]
     x = x + mha(layer_norm(x, **ln_1), **attn, keys=keys, values=values, n_past=n_past, product=product)
     return x + ffn(layer_norm(x, **ln_2), **mlp, product=product)
 
@@ -81,26 +87,32 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product): 
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n_vocab=None):
     """Return the logits that follow each of the input ids: [n_seq] -> [n_seq, n_vocab].
 
-    With a `KVCache`, `inputs` are the ids that follow what it holds; they are added to it. On top of a cache that holds
-    anything, every row of the result has the same bits as if its id had come alone.
-    n_logits, n_vocab: compute only the last so many rows, only the first so many columns. Raises ValueError if there are no ids, or more than the context holds.
+    wte: [n_vocab, n_embd], wpe: [n_ctx, n_embd], blocks, ln_f: the parameters, named as in the checkpoints.
+    With a `KVCache`, `inputs` are the ids that follow what it holds; they are added to it. On top of a cache
+    that holds anything, every row of the result has the same bits as if its id had come alone.
+    n_logits, n_vocab: compute only the last so many rows, only the first so many columns.
+    Raises ValueError if there are no ids, more than the context holds, or any that the vocabulary lacks.
     """
     cache = KVCache(dict(wpe=wpe, blocks=blocks), n_head) if kv_cache is None else kv_cache
     n_past, n_seq, n_ctx = len(cache), len(inputs), len(wpe)
-    require(0 < n_seq <= n_ctx - n_past, f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
+    require(0 < n_seq <= n_ctx - n_past,
+            f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
     check_ids(inputs, len(wte))
-    product = matvec if n_past else matmul  # a prompt goes through BLAS at full speed, in one call for all its rows
+    product = matvec if n_past else matmul  # a prompt comes alone, so its rows need not be kept apart
     with single_threaded_blas:
         x = wte[np.asarray(inputs)] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
         for block, keys, values in zip(blocks, cache.keys, cache.values):
             x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
         cache.n_seq += n_seq
         x = layer_norm(x[-(n_logits or n_seq) :], **ln_f)
-        return (matvec if len(x) == 1 else product)(x, wte[:n_vocab].T)  # [n_seq, n_embd] -> [n_seq, n_vocab]
+        return (matvec if len(x) == 1 else product)(x, wte[:n_vocab].T)  # -> [n_seq, n_vocab]
 
 
 class KVCache:
-    """The keys and values of one sequence, at first empty: two arrays [n_layer, n_head, n_ctx, d_head]."""
+    """The keys and values of one sequence, at first empty: two arrays [n_layer, n_head, n_ctx, d_head].
+
+    params, n_head: the model that it is for. len() tells how many positions are in use.
+    """
 
     def __init__(self, params, n_head):
         n_ctx, n_embd = params["wpe"].shape
@@ -128,16 +140,21 @@ def gumbel(seed, position, n_vocab):
 class Sampler:
     """Sampling with temperature, top-k and top-p as a race with shared noise.
 
-    argmax(logits / temperature + gumbel noise) is distributed as softmax(logits / temperature) (Gumbel 1954). The noise of a
-    position is the same for every model, so a draft model that is nearly right draws the very token that the main model draws:
-    Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+    argmax(logits / temperature + gumbel noise) is distributed as softmax(logits / temperature) (Gumbel 1954).
+    The noise of a position is the same for every model, so a draft model that is nearly right mostly draws
+    the very token that the main model draws: Daliri, Musco and Suresh 2024, "Coupling without Communication
+    and Drafter-Invariant Speculative Decoding", arXiv:2408.07978.
     """
 
     def __init__(self, n_vocab, temperature, top_k, top_p, seed):
-        self.n_vocab, self.temperature, self.top_k, self.top_p, self.seed = n_vocab, temperature, top_k, top_p, seed
+        self.n_vocab, self.seed = n_vocab, seed
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
 
     def race(self, logits, position):
-        """Return the scores whose largest belongs to the token at this position; logits: [n_vocab], or its first part."""
+        """Return the scores whose largest belongs to the token at this position: one for each of the logits.
+
+        logits: [n_vocab], or the first of them, as of a draft model.
+        """
         if self.temperature == 0:
             return logits
         scores = (logits - logits.max()) / np.float32(max(self.temperature, 1e-30))
@@ -146,7 +163,7 @@ class Sampler:
             scores = np.where(scores < least, -np.inf, scores)
         if self.top_p is not None and self.top_p < 1:
             p = np.sort(softmax(scores.astype(np.float64)))[::-1]
-            n_kept = min(np.searchsorted(np.cumsum(p), self.top_p) + 1, len(p))  # the fewest that reach top_p together
+            n_kept = min(np.searchsorted(np.cumsum(p), self.top_p) + 1, len(p))  # the fewest that reach top_p
             least = np.partition(scores, -n_kept)[-n_kept]
             scores = np.where(scores < least, -np.inf, scores)
         return scores + gumbel(self.seed, position, self.n_vocab)[: len(scores)]
@@ -159,9 +176,10 @@ class Sampler:
 
 
 class Round(namedtuple("Round", "tokens n_drafted n_accepted draft_seconds verify_seconds")):
-    """What one pass of the main model came to: the ids it added, how many were drafted and accepted, and the times.
+    """What one pass of the main model came to.
 
-    The attribute `draft` has the drafted ids, accepted or not.
+    tokens: the ids it added; how many were drafted, and how many of these accepted; how long drafting took,
+    and the pass with the picking of tokens. The attribute `draft` has all drafted ids, accepted or not.
     """
 
     draft = ()
@@ -171,14 +189,17 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
              temperature=0.0, top_k=None, top_p=None, seed=0, stop_token=None, on_round=None):
     """Return the ids that the model continues `inputs` with: one pass per token.
 
-    inputs: a sequence of ids, not changed. params, n_head: the model. The result is a list of n_tokens_to_generate ids, or
-    fewer when stop_token comes up, which is then the last one.
-    temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature), of which top_k leaves
-    the k likeliest and top_p the fewest that have this probability together (ties at the border stay). The draw depends on
-    the integer `seed` alone. on_round(Round) is called after every pass; an exception that it raises ends the generation.
-    Raises ValueError, before any work, for values that make no sense and for more tokens than the context holds.
+    inputs: a sequence of ids, not changed. params, n_head: the model. The result is a list of
+    n_tokens_to_generate ids, or fewer when stop_token comes up, which is then the last one.
+    temperature: 0 takes the likeliest token, else tokens are drawn from softmax(logits / temperature), of
+    which top_k leaves the k likeliest and top_p the fewest that have this probability together (ties at the
+    border stay). The draw depends on the integer `seed` alone.
+    on_round(Round) is called after every pass; an exception that it raises ends the generation.
+    Raises ValueError, before any work, for values that make no sense and for more tokens than the context
+    holds.
     """
-    tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
+    tokens = checked(inputs, params, n_head, n_tokens_to_generate,
+                     temperature, top_k, top_p, seed, stop_token)
     params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
     with single_threaded_blas:
@@ -197,9 +218,10 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
 def ngram_draft(tokens, n):
     """Propose at most n ids, free of charge: find how the last few tokens went on when they last occurred.
 
-    This is prompt lookup (Saxena 2023). The copy may run into itself, so that a loop is drafted to any length.
+    tokens: a list of ids. This is prompt lookup decoding (Apoorv Saxena 2023). The copy may run into itself,
+    so that a loop is drafted to any length.
     """
-    text = "".join(map(chr, tokens))
+    text = "".join(map(chr, tokens))  # strings search at the speed of C
     for size in (3, 2):
         found = text.rfind(text[-size:], 0, -1) if size < len(text) else -1
         if found >= 0:
@@ -214,21 +236,22 @@ DRAFT_VOCAB = 24_576  # ids are in order of merging, so the first half of GPT-2'
 
 
 class ModelDraft:
-    """A smaller model that drafts, with the main model's noise and a KV cache of its own."""
+    """A smaller model that drafts, with `pick`, the main model's `Sampler`, and a KV cache of its own."""
 
     def __init__(self, params, n_head, pick):
         self.params = in_kernel_order(params)
         self.n_head, self.pick = n_head, pick
-        self.cache, self.cached = KVCache(params, n_head), []
+        self.cache, self.cached = KVCache(params, n_head), []  # cached: the ids that the cache holds
         self.seconds = None  # that one draft takes
 
     def __call__(self, tokens, n, worth=lambda chance: True):
-        """Propose at most n ids; stop where another is not `worth` it, given the chance that all before are accepted."""
+        """Propose at most n ids, another only if `worth` it, given the chance that those before it hold."""
         self.cache.truncate(min(n_common(self.cached, tokens), len(tokens) - 1))
         n_ctx, chance, draft = len(self.params["wpe"]), 1.0, list(tokens)
         while len(draft) < len(tokens) + n and len(draft) <= n_ctx and worth(chance):
             start, new = time.perf_counter(), draft[len(self.cache) :]
-            logits = gpt2(new, **self.params, n_head=self.n_head, kv_cache=self.cache, n_logits=1, n_vocab=DRAFT_VOCAB)
+            logits = gpt2(new, **self.params, n_head=self.n_head, kv_cache=self.cache,
+                          n_logits=1, n_vocab=DRAFT_VOCAB)
             race = self.pick.race(logits[0], len(draft))
             draft.append(int(race.argmax()))
             chance /= np.exp(race - race.max()).sum()  # times the winner's share in the softmax of the race
@@ -244,24 +267,25 @@ def n_common(a, b):
 
 
 class Auto:
-    """Draft as much as pays, going by what was measured so far: how often drafts are accepted, what they and checking cost.
+    """Draft as much as pays, by what was measured: how many drafts are accepted, what they and passes cost.
 
-    With drafts accepted at the rate a, a round of n makes 1 + a + ... + a^n tokens in the time of n drafts and one pass over
-    n + 1 rows (Leviathan et al. 2023, sections 3.1 and 3.5). The n that makes most tokens per second is taken, be it 0; while
-    nothing is drafted, the rates drift back to where they began, so that drafting gets another try.
+    With drafts accepted at the rate a, a round of n makes 1 + a + ... + a^n tokens (Leviathan et al. 2023,
+    section 3.1) in the time of n drafts and one pass over n + 1 rows (section 3.3). The n that makes most
+    tokens per second is taken (section 3.5), be it 0; while nothing is drafted, the rates drift back to where
+    they began, so that drafting gets another try.
     """
 
-    START = 1.3, 2.0  # accepted and judged drafts, before any was
+    START = 1.3, 2.0  # accepted and judged drafts before there were any: drafting is given a try
 
     def __init__(self, drafters):
-        self.counts = dict.fromkeys(drafters, self.START)
+        self.counts = dict.fromkeys(drafters, self.START)  # of late; judged: up to the first that was refused
         self.seconds = dict.fromkeys(drafters)  # per draft
-        self.passes = None  # {n_rows: seconds of a main-model pass}
+        self.passes = None  # {n_rows: seconds of a main-model pass}, from the prompt's pass on
         self.drafter = None  # whose drafts the round has
 
     def pass_seconds(self, n_rows):
         as_many = [seconds for n, seconds in self.passes.items() if n >= n_rows]
-        return min(as_many) if as_many else self.passes[max(self.passes)]  # what was never tried is hoped to be cheap
+        return min(as_many) if as_many else self.passes[max(self.passes)]  # hope that more rows cost no more
 
     def plan(self, drafter):
         """Return the most tokens per second that this drafter promises, and with how many drafts."""
@@ -272,21 +296,25 @@ class Auto:
         return max(rates), int(np.argmax(rates))
 
     def __call__(self, tokens, n_most):
+        """Propose at most n_most ids, from the drafter that promises most, else from the next."""
         plans = {drafter: self.plan(drafter) for drafter in self.counts} if self.passes else {}
         for self.drafter, (rate, n) in sorted(plans.items(), key=lambda item: item[1][0], reverse=True):
-            n, worth = min(n, n_most), ()
-            if n and isinstance(self.drafter, ModelDraft):
+            n, draft = min(n, n_most), []
+            if n and isinstance(self.drafter, ModelDraft):  # knows how sure it is: may stop early or go on
+                # Another draft adds chance * accepted / judged tokens: worth it at no less than the rate.
                 accepted, judged = self.counts[self.drafter]
                 row = (self.pass_seconds(n + 1) - self.pass_seconds(1)) / n
                 least = rate * ((self.seconds[self.drafter] or 0.0) + row) * judged / accepted
-                n, worth = min(n_most, 2 * n), (lambda chance: chance > least,)
-            if n and (draft := self.drafter(tokens, n, *worth)):
+                draft = self.drafter(tokens, min(n_most, 2 * n), worth=lambda chance: chance > least)
+            elif n:
+                draft = self.drafter(tokens, n)
+            if draft:
                 return draft
         self.drafter = None
         return []
 
     def learn(self, round):
-        """Take in what a round came to. The first is the prompt's, whose time says nothing about the others."""
+        """Take in what a round came to. The first, the prompt's, says nothing about the time of others."""
         if self.passes is None:
             self.passes = {}
             return
@@ -299,12 +327,12 @@ class Auto:
             took = getattr(self.drafter, "seconds", round.draft_seconds / round.n_drafted)
             self.seconds[self.drafter] = averaged(self.seconds[self.drafter], took)
         else:
-            self.counts = {drafter: tuple(0.99 * count + 0.01 * start for count, start in zip(counts, self.START))
-                           for drafter, counts in self.counts.items()}
+            for drafter, counts in self.counts.items():
+                self.counts[drafter] = tuple(0.99 * n + 0.01 * start for n, start in zip(counts, self.START))
 
 
 def averaged(old, new):
-    """Average over time, in which a single hiccup counts little."""
+    """Return an average over time, in which a single hiccup counts little; None: nothing measured."""
     return new if old is None else old if new is None else 0.7 * old + 0.3 * min(new, 1.5 * old)
 
 
@@ -316,34 +344,39 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
                          stop_token=None, on_round=None):
     """Return exactly the ids that `generate` returns, in fewer passes of the main model.
 
-    Each round drafts up to n_speculative tokens, checks them all in one pass, and keeps those that the main model picks too,
-    plus the main model's own next token (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding",
-    section 2; here with shared noise in place of their rejection sampling, so that the text does not depend on the drafts).
-    draft_params: the draft model's parameters, or any function draft(tokens, n) that returns ids, such as `ngram_draft`: what
-    it returns is advice, and at worst costs time. draft_n_head: by default as many heads as make them as wide as the main
-    model's. n_speculative="auto" drafts as much as pays. All else as in `generate`. Raises ValueError as `generate` does, and
-    if the vocabularies differ.
+    Each round drafts up to n_speculative tokens, checks them all in one pass, and keeps those that the main
+    model picks too, plus the main model's own next token: Leviathan et al. 2023, "Fast Inference from
+    Transformers via Speculative Decoding", section 2; here with shared noise in place of their rejection
+    sampling, so that the text does not depend on the drafts.
+    draft_params: the draft model's parameters, or any function draft(tokens, n) that returns ids, such as
+    `ngram_draft`: what it returns is advice, and at worst costs time. draft_n_head: by default as many heads
+    as make them as wide as the main model's. n_speculative="auto" drafts as much as pays, and beside a draft
+    model it looks up n-grams, too. All else as in `generate`.
+    Raises ValueError as `generate` does, and if n_speculative or the draft model makes no sense or the
+    vocabularies differ.
     """
-    tokens = checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token)
+    tokens = checked(inputs, params, n_head, n_tokens_to_generate,
+                     temperature, top_k, top_p, seed, stop_token)
     check_draft(params, n_head, draft_params, draft_n_head, n_speculative)
     params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
     if callable(draft_params):
         drafters = [lambda tokens, n: as_advice(draft_params(tokens, n), n, len(params["wte"]))]
     else:
-        drafters = [ModelDraft(draft_params, draft_n_head or heads_as_wide(draft_params, params, n_head), pick), ngram_draft]
+        draft_n_head = draft_n_head or heads_as_wide(draft_params, params, n_head)
+        drafters = [ModelDraft(draft_params, draft_n_head, pick), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
     with single_threaded_blas:
         while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
-            # Draft. The prompt goes alone, as in `generate`; the last token needs no draft, as it comes anyway.
+            # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
             start, draft = time.perf_counter(), []
             if len(cache) and (n := end - len(tokens) - 1):
                 draft = auto(list(tokens), n) if auto else drafters[0](list(tokens), min(n, n_speculative))
             # Verify: one pass of the main model over all drafts.
-            drafted = time.perf_counter()
-            logits = gpt2(tokens[len(cache) :] + draft, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
-            # Accept: pick the main model's own tokens for as long as they are those that were drafted, and one more.
+            drafted, new = time.perf_counter(), tokens[len(cache) :] + draft
+            logits = gpt2(new, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
+            # Accept: pick the main model's own tokens for as long as they are those drafted, and one more.
             picked = []
             for row, guess in zip(logits, draft + [None]):
                 picked.append(pick(row, len(tokens) + len(picked)))
@@ -352,7 +385,9 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
             tokens += picked
             # Roll back: forget the refused drafts.
             cache.truncate(len(tokens) - 1)
-            round = Round(tuple(picked), len(draft), n_common(picked, draft), drafted - start, time.perf_counter() - drafted)
+
+            round = Round(tuple(picked), len(draft), n_common(picked, draft),
+                          draft_seconds=drafted - start, verify_seconds=time.perf_counter() - drafted)
             round.draft = tuple(draft)
             if auto:
                 auto.learn(round)
@@ -368,6 +403,7 @@ def as_advice(draft, n, n_vocab):
 
 
 def heads_as_wide(draft_params, params, n_head):
+    """Return how many heads as wide as the main model's the draft model has."""
     return draft_params["wte"].shape[1] * n_head // params["wte"].shape[1]
 
 
@@ -375,7 +411,7 @@ def heads_as_wide(draft_params, params, n_head):
 
 
 def in_kernel_order(params):
-    """Return params in float32, every w in Fortran order, copying only what is not so yet."""
+    """Return params in float32, every w in Fortran order for `matvec`, copying only what is not so yet."""
     if isinstance(params, dict):
         return {name: np.asarray(part, np.float32, order="F") if name == "w" else in_kernel_order(part)
                 for name, part in params.items()}
@@ -385,7 +421,7 @@ def in_kernel_order(params):
 
 
 def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token):
-    """Return the ids in inputs as a list, or raise ValueError with a sentence about the first argument that is wrong."""
+    """Return the ids in inputs as a list, or raise ValueError about the first argument that is wrong."""
     check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
     (n_vocab, n_embd), n_ctx = params["wte"].shape, len(params["wpe"])
     require(hasattr(inputs, "__iter__") and not isinstance(inputs, (str, bytes)),
@@ -398,7 +434,8 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
     require(whole(n_head) and n_head >= 1 and n_embd % n_head == 0,
             f"n_head must divide the model's width {n_embd}, which {n_head!r} does not")
     require(len(tokens) + n_tokens_to_generate <= n_ctx,
-            f"{len(tokens)} prompt tokens and {n_tokens_to_generate} new ones are more than the {n_ctx} of the model's context: "
+            f"{len(tokens)} prompt tokens and {n_tokens_to_generate} new ones are more than the {n_ctx} "
+            "of the model's context: "
             + (f"generate at most {n_ctx - len(tokens)}" if len(tokens) < n_ctx else "shorten the prompt"))
     return [int(i) for i in tokens]
 
@@ -408,14 +445,18 @@ def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed):
             f"n_tokens_to_generate must be a whole number from 0 on, not {n_tokens_to_generate!r}")
     require(number(temperature) and 0 <= temperature < np.inf,
             f"temperature must be 0 (always the likeliest token) or a larger number, not {temperature!r}")
-    require(top_k is None or whole(top_k) and top_k >= 1, f"top_k must be a whole number from 1 on, not {top_k!r}")
-    require(top_p is None or number(top_p) and 0 < top_p <= 1, f"top_p must be above 0 and at most 1, not {top_p!r}")
-    require(whole(seed) and 0 <= seed < 2**64, f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
+    require(top_k is None or whole(top_k) and top_k >= 1,
+            f"top_k must be a whole number from 1 on, not {top_k!r}")
+    require(top_p is None or number(top_p) and 0 < top_p <= 1,
+            f"top_p must be above 0 and at most 1, not {top_p!r}")
+    require(whole(seed) and 0 <= seed < 2**64,
+            f"seed must be a whole number from 0 to 2**64 - 1, not {seed!r}")
 
 
 def check_ids(ids, n_vocab):
     for i in ids:
-        require(whole(i) and 0 <= i < n_vocab, f"token ids must be whole numbers from 0 to {n_vocab - 1}, not {i!r}")
+        require(whole(i) and 0 <= i < n_vocab,
+                f"token ids must be whole numbers from 0 to {n_vocab - 1}, not {i!r}")
 
 
 def check_n_speculative(n_speculative):
@@ -424,18 +465,21 @@ def check_n_speculative(n_speculative):
 
 
 def check_draft(params, n_head, draft_params, draft_n_head, n_speculative):
-    """Raise ValueError with a sentence if speculative decoding cannot work with this draft model or number of drafts."""
+    """Raise ValueError if speculative decoding cannot work with this draft model or number of drafts."""
     check_n_speculative(n_speculative)
     if callable(draft_params):
         return
-    require(isinstance(draft_params, dict), "draft_params must be a model's parameters or a function draft(tokens, n)")
+    require(isinstance(draft_params, dict),
+            "draft_params must be a model's parameters or a function draft(tokens, n)")
     n_vocab, n_draft_vocab = len(params["wte"]), len(draft_params["wte"])
-    require(n_vocab == n_draft_vocab, f"the draft model's vocabulary has {n_draft_vocab} tokens and the main model's {n_vocab}: "
+    require(n_vocab == n_draft_vocab,
+            f"the draft model's vocabulary has {n_draft_vocab} tokens and the main model's {n_vocab}: "
             "a draft model must share the main model's vocabulary")
-    n_embd, width = draft_params["wte"].shape[1], params["wte"].shape[1] // n_head
+    n_embd, d_head = draft_params["wte"].shape[1], params["wte"].shape[1] // n_head
     if draft_n_head is None:
-        require(n_embd % width == 0, f"the draft model's width {n_embd} is not made of heads as wide as the main model's {width}: "
-                "say draft_n_head")
+        require(n_embd % d_head == 0,
+                f"the draft model's width {n_embd} is not made of heads as wide as the main model's "
+                f"{d_head}: say draft_n_head")
     else:
         require(whole(draft_n_head) and draft_n_head >= 1 and n_embd % draft_n_head == 0,
                 f"draft_n_head must divide the draft model's width {n_embd}, which {draft_n_head!r} does not")
@@ -456,19 +500,24 @@ def require(condition, sentence):
 
 # ---- The command line.
 
-COLOURS = {"accepted": "34", "correction": "33", "free": "36", "refused": "9;90"}  # ANSI: blue, yellow, cyan, struck grey
+COLOURS = {"accepted": "34", "refused": "9;90", "correction": "33", "free": "36"}  # ANSI codes
+LEGEND = {"accepted": "drafted by {}, accepted by the large one",
+          "refused": "drafted and refused",
+          "correction": "what the large model picked instead",
+          "free": "one more token from the large model, where it refused nothing"}
 
 
-def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=None, use_generate_speculative=True,
-         draft_size=None, n_speculative="auto", temperature=0.0, top_k=None, top_p=None, seed=0, show_drafts=False):
+def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=None,
+         use_generate_speculative=True, draft_size=None, n_speculative="auto",
+         temperature=0.0, top_k=None, top_p=None, seed=0, show_drafts=False):
     """Continue a text with GPT-2. The text goes to standard output, everything else to standard error.
 
     Args:
         prompt: the text to continue; "" starts from nothing, and - takes it from standard input
         n_tokens_to_generate: how many tokens to write; fewer if the model ends its text
-        model_size: 124M, 355M, 774M, 1558M (downloaded when missing), 1M, 7M (bundled), or the path of a directory
+        model_size: 124M, 355M, 774M, 1558M (downloaded when missing), 1M, 7M (bundled), or a directory's path
         models_dir: where the models are; by default the folder models beside this program
-        use_generate_speculative: draft and verify, which gives the same text sooner; --nouse_generate_speculative to compare
+        use_generate_speculative: draft and verify: the same text, sooner (--nouse_generate_speculative: not)
         draft_size: what drafts: another model, ngram (look up how the text went on before) or none
         n_speculative: how many tokens to draft per round, or auto, as many as pay
         temperature: 0 always takes the likeliest token; 0.8 reads better
@@ -481,13 +530,14 @@ def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=Non
         raise ValueError("""there is no prompt. For example, with the bundled model:
     python gpt2.py "Once upon a time there was a king" --model_size 7M --temperature 0.8
   `python gpt2.py --help` tells all options.""")
-    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
+    check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)  # before a model is downloaded
     check_n_speculative(n_speculative)
-    require(show_drafts in (False, True, "always"), f"show_drafts is given alone or as --show_drafts=always, not {show_drafts!r}")
-    from utils import MODELS_DIR, load_encoder_hparams_and_params as load
+    require(show_drafts in (False, True, "always"),
+            f"show_drafts is given alone or as --show_drafts=always, not {show_drafts!r}")
+    from utils import MODELS_DIR, load_encoder_hparams_and_params as load  # late, as import is slow
 
     models_dir = models_dir or MODELS_DIR
-    draft_size = ("none" if not use_generate_speculative else draft_size or default_draft(model_size))
+    draft_size = "none" if not use_generate_speculative else draft_size or default_draft(model_size)
     if prompt == "-":
         prompt = sys.stdin.read()
     encoder, hparams, params = load(model_size, models_dir)
@@ -495,26 +545,32 @@ def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=Non
     if draft_size not in ("none", "ngram"):
         draft_encoder, draft_hparams, draft = load(draft_size, models_dir)
         draft_n_head = draft_hparams["n_head"]
-        require(draft_encoder.encoder == encoder.encoder, f"{draft_size} cannot draft for {model_size}: it has another vocabulary")
+        require(draft_encoder.encoder == encoder.encoder,
+                f"{draft_size} cannot draft for {model_size}: it has another vocabulary")
     end = encoder.encoder.get("<|endoftext|>")
     inputs = encoder.encode(prompt) or [end]
     kwargs = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_token=end)
 
     rounds, decode, start = [], encoder.incremental_decoder(), time.perf_counter()
     coloured = show_drafts == "always" or show_drafts and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    if coloured:
-        print(" ".join(f"\x1b[{code}m{name}\x1b[0m" for name, code in COLOURS.items()), file=sys.stderr)
 
-    def show(text, origin=None):
-        sys.stdout.write(f"\x1b[{COLOURS[origin]}m{text}\x1b[0m" if coloured and origin and text else text)
+    def paint(text, origin):
+        return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m" if coloured and text else text
+
+    if coloured:
+        drafter = "n-gram lookup" if draft is ngram_draft else "the small model"
+        drafter += " or n-gram lookup" if n_speculative == "auto" and draft is not ngram_draft else ""
+        for origin, words in LEGEND.items():
+            print(paint(words.format(drafter), origin), file=sys.stderr)
 
     def stream(round):
         rounds.append(round)
         for i, token in enumerate(round.tokens):
             if i == round.n_accepted and coloured:
-                show(encoder.decode(round.draft[i:]), "refused")
+                refused = re.sub("\r?\n|\r", "↵", encoder.decode(round.draft[i:]))
+                sys.stdout.write(paint(refused, "refused"))
             origin = "accepted" if i < round.n_accepted else "correction" if i < round.n_drafted else "free"
-            show(decode([token] if token != end else []), origin)
+            sys.stdout.write(paint(decode([token] if token != end else []), origin))
         sys.stdout.flush()
 
     try:
@@ -525,35 +581,42 @@ def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=Non
                                  draft_n_head=draft_n_head, **kwargs, on_round=stream)
     finally:
         if rounds:
-            show(decode([], final=True) + "\n")
-            sys.stdout.flush()
+            print(decode([], final=True), flush=True)
             print(statistics(rounds, time.perf_counter() - start), file=sys.stderr)
 
 
 def default_draft(model_size):
-    """The model that drafts for another: the next smaller one of its family, or n-gram lookup where there is none."""
+    """Return what drafts for a model: the smallest of its family, or n-gram lookup if that is itself."""
     return {"7M": "1M", "355M": "124M", "774M": "124M", "1558M": "124M"}.get(model_size, "ngram")
 
 
 def statistics(rounds, seconds):
-    n_tokens, n_drafted, n_accepted = (sum(n) for n in zip(*((len(r.tokens), r.n_drafted, r.n_accepted) for r in rounds)))
-    line = f"{n_tokens} tokens in {seconds:.2f} s ({n_tokens / seconds:.1f} tokens/s), {len(rounds)} main-model passes"
-    return line + (f", {n_drafted} drafted, {n_accepted} accepted ({n_accepted / n_drafted:.0%}), "
-                   f"{n_tokens / len(rounds):.2f} tokens per pass" if n_drafted else ", 0 drafted, 0 accepted")
+    """Return a line about all rounds, which took so many seconds together."""
+    counts = [(len(round.tokens), round.n_drafted, round.n_accepted) for round in rounds]
+    n_tokens, n_drafted, n_accepted = map(sum, zip(*counts))
+    line = (f"{n_tokens} tokens in {seconds:.2f} s ({n_tokens / seconds:.1f} tokens/s), "
+            f"{len(rounds)} main-model passes, {n_drafted} drafted, {n_accepted} accepted")
+    if n_drafted:
+        line += f" ({n_accepted / n_drafted:.0%}), {n_tokens / len(rounds):.2f} tokens per pass"
+    return line
 
 
-def run(main, **parse):
-    """Run main as a command line: a sentence and exit code 2 for what is wrong, and no traceback."""
+def command_line(main, **parse):
+    """Run main as a command line: its result is the exit code; what is wrong is a sentence and exit code 2.
+
+    parse: functions that parse arguments, by name, where fire's guess would not do.
+    """
     import fire
 
     fire.decorators.FIRE_METADATA = "_parse"  # under its own name it would show up in the help as a command
-    calls = []
+    calls = []  # fire calls first and complains about unknown options later: so let it only take notes
     note = functools.wraps(main)(lambda *args, **kwargs: calls.append((args, kwargs)))
     sys.stdout.reconfigure(errors="replace")
-    try:  # a lone - is an argument, not fire's separator; main starts when fire has found no fault with any argument
-        fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=[*sys.argv[1:], "--", "--separator=\0"])
+    try:
+        command = [*sys.argv[1:], "--", "--separator=\0"]  # so that a lone - is an argument
+        fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
         for args, kwargs in calls:
-            main(*args, **kwargs)
+            sys.exit(main(*args, **kwargs))
     except BrokenPipeError:  # nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -564,4 +627,4 @@ def run(main, **parse):
 
 
 if __name__ == "__main__":
-    run(main, prompt=str, model_size=str, models_dir=str, draft_size=str)
+    command_line(main, prompt=str, model_size=str, models_dir=str, draft_size=str)
