@@ -3,7 +3,9 @@
 From top to bottom: the model, picking a token, plain decoding, drafting, speculative decoding, what is
 accepted as an argument, the command line.
 """
+import contextlib
 import functools
+import io
 import itertools
 import os
 import re
@@ -93,8 +95,9 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n
     n_logits, n_vocab: compute only the last so many rows, only the first so many columns.
     Raises ValueError if there are no ids, more than the context holds, or any that the vocabulary lacks.
     """
-    cache = KVCache(dict(wpe=wpe, blocks=blocks), n_head) if kv_cache is None else kv_cache
-    n_past, n_seq, n_ctx = len(cache), len(inputs), len(wpe)
+    n_seq = len(inputs)
+    cache = KVCache(dict(wpe=wpe, blocks=blocks), n_head, n_seq) if kv_cache is None else kv_cache
+    n_past, n_ctx = len(cache), cache.keys.shape[2]
     require(0 < n_seq <= n_ctx - n_past,
             f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
     check_ids(inputs, len(wte))
@@ -111,12 +114,12 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n
 class KVCache:
     """The keys and values of one sequence, at first empty: two arrays [n_layer, n_head, n_ctx, d_head].
 
-    params, n_head: the model that it is for. len() tells how many positions are in use.
+    params, n_head: the model that it is for; n_ctx: room for fewer positions than its context has. len() tells how many positions are in use.
     """
 
-    def __init__(self, params, n_head):
-        n_ctx, n_embd = params["wpe"].shape
-        shape = len(params["blocks"]), n_head, n_ctx, n_embd // n_head
+    def __init__(self, params, n_head, n_ctx=None):
+        n_most, n_embd = params["wpe"].shape
+        shape = len(params["blocks"]), n_head, min(n_ctx or n_most, n_most), n_embd // n_head
         self.keys, self.values, self.n_seq = np.empty(shape, np.float32), np.empty(shape, np.float32), 0
 
     def __len__(self):
@@ -124,7 +127,7 @@ class KVCache:
 
     def truncate(self, n):
         """Forget all but the first n positions."""
-        self.n_seq = min(self.n_seq, n)
+        self.n_seq = max(0, min(self.n_seq, n))
 
 
 # ---- Picking a token: a race that every model runs against the same noise.
@@ -201,7 +204,7 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
     tokens = checked(inputs, params, n_head, n_tokens_to_generate,
                      temperature, top_k, top_p, seed, stop_token)
     params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
-    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
+    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     with single_threaded_blas:
         while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
             start = time.perf_counter()
@@ -238,10 +241,10 @@ DRAFT_VOCAB = 24_576  # ids are in order of merging, so the first half of GPT-2'
 class ModelDraft:
     """A smaller model that drafts, with `pick`, the main model's `Sampler`, and a KV cache of its own."""
 
-    def __init__(self, params, n_head, pick):
+    def __init__(self, params, n_head, pick, n_ctx):
         self.params = in_kernel_order(params)
         self.n_head, self.pick = n_head, pick
-        self.cache, self.cached = KVCache(params, n_head), []  # cached: the ids that the cache holds
+        self.cache, self.cached = KVCache(params, n_head, n_ctx), []  # cached: the ids that the cache holds
         self.seconds = None  # that one draft takes
 
     def __call__(self, tokens, n, worth=lambda chance: True):
@@ -359,12 +362,12 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
                      temperature, top_k, top_p, seed, stop_token)
     check_draft(params, n_head, draft_params, draft_n_head, n_speculative)
     params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
-    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head)
+    pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     if callable(draft_params):
         drafters = [lambda tokens, n: as_advice(draft_params(tokens, n), n, len(params["wte"]))]
     else:
         draft_n_head = draft_n_head or heads_as_wide(draft_params, params, n_head)
-        drafters = [ModelDraft(draft_params, draft_n_head, pick), ngram_draft]
+        drafters = [ModelDraft(draft_params, draft_n_head, pick, end), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
     with single_threaded_blas:
@@ -507,7 +510,7 @@ LEGEND = {"accepted": "drafted by {}, accepted by the large one",
           "free": "one more token from the large model, where it refused nothing"}
 
 
-def main(prompt=None, n_tokens_to_generate=40, model_size="124M", models_dir=None,
+def main(prompt=None, *, n_tokens_to_generate=40, model_size="124M", models_dir=None,
          use_generate_speculative=True, draft_size=None, n_speculative="auto",
          temperature=0.0, top_k=None, top_p=None, seed=0, show_drafts=False):
     """Continue a text with GPT-2. The text goes to standard output, everything else to standard error.
@@ -614,9 +617,16 @@ def command_line(main, **parse):
     sys.stdout.reconfigure(errors="replace")
     try:
         command = [*sys.argv[1:], "--", "--separator=\0"]  # so that a lone - is an argument
-        fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
+        asked_for_help, said = {"-h", "--help"} & set(command), io.StringIO()
+        with contextlib.nullcontext() if asked_for_help else contextlib.redirect_stderr(said):
+            fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
         for args, kwargs in calls:
             sys.exit(main(*args, **kwargs))
+    except fire.core.FireExit as e:
+        if e.code:
+            what = said.getvalue().partition("\n")[0].removeprefix("ERROR: ")
+            print(f"error: {what}: a prompt needs quotes, and --help lists the options", file=sys.stderr)
+        sys.exit(e.code)
     except BrokenPipeError:  # nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:

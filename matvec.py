@@ -163,14 +163,15 @@ class SingleThreadedBLAS:
     """
 
     def __init__(self):
-        self.libraries, self.n_inside = ThreadpoolController().select(user_api="blas").lib_controllers, 0
-        self.start_over()
+        self.libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+        self.lock, self.inside, self.n_inside = threading.Lock(), threading.local(), 0
 
     def start_over(self):
-        """Let nobody be inside: at first, and in a forked child, where whoever was is missing."""
-        if self.n_inside:
+        """In a forked child, forget the threads that were inside but are missing now."""
+        others, self.n_inside = self.n_inside, int(getattr(self.inside, "depth", 0) > 0)
+        self.lock = threading.Lock()
+        if others and not self.n_inside:
             self.set(self.before)
-        self.lock, self.inside, self.n_inside = threading.Lock(), threading.local(), 0
 
     def __enter__(self):
         self.inside.depth = getattr(self.inside, "depth", 0) + 1  # a thread that is inside may come again
