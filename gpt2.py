@@ -286,27 +286,34 @@ class Auto:
         self.passes = None  # {n_rows: seconds of a main-model pass}, from the prompt's pass on
         self.drafter = None  # whose drafts the round has
 
-    def pass_seconds(self, n_rows):
-        as_many = [seconds for n, seconds in self.passes.items() if n >= n_rows]
-        return min(as_many) if as_many else self.passes[max(self.passes)]  # hope that more rows cost no more
+    def pass_seconds(self):
+        """Return the seconds of a pass with 0, 1, 2, ... drafts, up to twice as many rows as were tried."""
+        longest = max(self.passes)
+        seconds, result = self.passes[longest], []  # hope that more rows cost no more
+        for n_rows in range(min(2 * longest, 15) + 1, 0, -1):
+            seconds = min(seconds, self.passes.get(n_rows, seconds)) if n_rows < longest else seconds
+            result.append(seconds)
+        return result[::-1]
 
-    def plan(self, drafter):
+    def plan(self, drafter, pass_seconds):
         """Return the most tokens per second that this drafter promises, and with how many drafts."""
         accepted, judged = self.counts[drafter]
-        seconds = self.seconds[drafter] or 0.0
-        n_tokens = np.cumsum((accepted / judged) ** np.arange(min(2 * max(self.passes), 15) + 1))
-        rates = [tokens / (n * seconds + self.pass_seconds(n + 1)) for n, tokens in enumerate(n_tokens)]
-        return max(rates), int(np.argmax(rates))
+        best, n_tokens, chance = (0.0, 0), 0.0, 1.0
+        for n, seconds in enumerate(pass_seconds):
+            n_tokens, chance = n_tokens + chance, chance * accepted / judged
+            best = max(best, (n_tokens / (n * (self.seconds[drafter] or 0.0) + seconds), n))
+        return best
 
     def __call__(self, tokens, n_most):
         """Propose at most n_most ids, from the drafter that promises most, else from the next."""
-        plans = {drafter: self.plan(drafter) for drafter in self.counts} if self.passes else {}
+        seconds = self.pass_seconds() if self.passes else []
+        plans = {drafter: self.plan(drafter, seconds) for drafter in self.counts if seconds}
         for self.drafter, (rate, n) in sorted(plans.items(), key=lambda item: item[1][0], reverse=True):
             n, draft = min(n, n_most), []
             if n and isinstance(self.drafter, ModelDraft):  # knows how sure it is: may stop early or go on
                 # Another draft adds chance * accepted / judged tokens: worth it at no less than the rate.
                 accepted, judged = self.counts[self.drafter]
-                row = (self.pass_seconds(n + 1) - self.pass_seconds(1)) / n
+                row = (seconds[n] - seconds[0]) / n
                 least = rate * ((self.seconds[self.drafter] or 0.0) + row) * judged / accepted
                 draft = self.drafter(tokens, min(n_most, 2 * n), worth=lambda chance: chance > least)
             elif n:
@@ -331,7 +338,7 @@ class Auto:
             self.seconds[self.drafter] = averaged(self.seconds[self.drafter], took)
         else:
             for drafter, counts in self.counts.items():
-                self.counts[drafter] = tuple(0.99 * n + 0.01 * start for n, start in zip(counts, self.START))
+                self.counts[drafter] = tuple(0.995 * n + 0.005 * start for n, start in zip(counts, self.START))
 
 
 def averaged(old, new):
