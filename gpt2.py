@@ -114,7 +114,8 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n
 class KVCache:
     """The keys and values of one sequence, at first empty: two arrays [n_layer, n_head, n_ctx, d_head].
 
-    params, n_head: the model that it is for; n_ctx: room for fewer positions than its context has. len() tells how many positions are in use.
+    params, n_head: the model that it is for; n_ctx: room for fewer positions than its context has.
+    len() tells how many positions are in use.
     """
 
     def __init__(self, params, n_head, n_ctx=None):
@@ -162,7 +163,7 @@ class Sampler:
             return logits
         scores = (logits - logits.max()) / np.float32(max(self.temperature, 1e-30))
         if self.top_k is not None and self.top_k < len(scores):
-            least = np.partition(scores, -self.top_k)[-self.top_k]
+            least = np.partition(scores, -int(self.top_k))[-int(self.top_k)]
             scores = np.where(scores < least, -np.inf, scores)
         if self.top_p is not None and self.top_p < 1:
             p = np.sort(softmax(scores.astype(np.float64)))[::-1]
@@ -203,14 +204,15 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
     """
     tokens = checked(inputs, params, n_head, n_tokens_to_generate,
                      temperature, top_k, top_p, seed, stop_token)
-    params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
+    n_head, end = int(n_head), len(tokens) + int(n_tokens_to_generate)  # NumPy's small integers overflow
+    params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     with single_threaded_blas:
         while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
             start = time.perf_counter()
             logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
             tokens.append(pick(logits[0], len(tokens)))
-            if on_round:
+            if on_round is not None:
                 on_round(Round((tokens[-1],), 0, 0, 0.0, time.perf_counter() - start))
     return tokens[n_prompt:]
 
@@ -368,12 +370,13 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
     tokens = checked(inputs, params, n_head, n_tokens_to_generate,
                      temperature, top_k, top_p, seed, stop_token)
     check_draft(params, n_head, draft_params, draft_n_head, n_speculative)
-    params, n_prompt, end = in_kernel_order(params), len(tokens), len(tokens) + n_tokens_to_generate
+    n_head, end = int(n_head), len(tokens) + int(n_tokens_to_generate)  # NumPy's small integers overflow
+    params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     if callable(draft_params):
         drafters = [lambda tokens, n: as_advice(draft_params(tokens, n), n, len(params["wte"]))]
     else:
-        draft_n_head = draft_n_head or heads_as_wide(draft_params, params, n_head)
+        draft_n_head = int(draft_n_head or heads_as_wide(draft_params, params, n_head))
         drafters = [ModelDraft(draft_params, draft_n_head, pick, end), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
@@ -382,7 +385,7 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
             # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
             start, draft = time.perf_counter(), []
             if len(cache) and (n := end - len(tokens) - 1):
-                draft = auto(list(tokens), n) if auto else drafters[0](list(tokens), min(n, n_speculative))
+                draft = auto(list(tokens), n) if auto else drafters[0](list(tokens), min(n, int(n_speculative)))
             # Verify: one pass of the main model over all drafts.
             drafted, new = time.perf_counter(), tokens[len(cache) :] + draft
             logits = gpt2(new, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
@@ -401,14 +404,14 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
             round.draft = tuple(draft)
             if auto:
                 auto.learn(round)
-            if on_round:
+            if on_round is not None:
                 on_round(round)
     return tokens[n_prompt:]
 
 
 def as_advice(draft, n, n_vocab):
     """Return what a drafter came up with as a list: at most n ids, up to the first thing that is no id."""
-    draft = [] if draft is None else itertools.islice(draft, n)
+    draft = itertools.islice(draft, n) if np.iterable(draft) else []
     return [int(i) for i in itertools.takewhile(lambda i: whole(i) and 0 <= i < n_vocab, draft)]
 
 
@@ -441,9 +444,9 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
     check_ids(tokens, n_vocab)
     require(stop_token is None or whole(stop_token) and 0 <= stop_token < n_vocab,
             f"stop_token must be a token id from 0 to {n_vocab - 1}, not {stop_token!r}")
-    require(whole(n_head) and n_head >= 1 and n_embd % n_head == 0,
+    require(whole(n_head) and n_head >= 1 and n_embd % int(n_head) == 0,
             f"n_head must divide the model's width {n_embd}, which {n_head!r} does not")
-    require(len(tokens) + n_tokens_to_generate <= n_ctx,
+    require(len(tokens) + int(n_tokens_to_generate) <= n_ctx,
             f"{len(tokens)} prompt tokens and {n_tokens_to_generate} new ones are more than the {n_ctx} "
             "of the model's context: "
             + (f"generate at most {n_ctx - len(tokens)}" if len(tokens) < n_ctx else "shorten the prompt"))
@@ -453,7 +456,7 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
 def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed):
     require(whole(n_tokens_to_generate) and n_tokens_to_generate >= 0,
             f"n_tokens_to_generate must be a whole number from 0 on, not {n_tokens_to_generate!r}")
-    require(number(temperature) and 0 <= temperature < np.inf,
+    require(number(temperature) and 0 <= temperature <= 1e30,
             f"temperature must be 0 (always the likeliest token) or a larger number, not {temperature!r}")
     require(top_k is None or whole(top_k) and top_k >= 1,
             f"top_k must be a whole number from 1 on, not {top_k!r}")
@@ -491,7 +494,7 @@ def check_draft(params, n_head, draft_params, draft_n_head, n_speculative):
                 f"the draft model's width {n_embd} is not made of heads as wide as the main model's "
                 f"{d_head}: say draft_n_head")
     else:
-        require(whole(draft_n_head) and draft_n_head >= 1 and n_embd % draft_n_head == 0,
+        require(whole(draft_n_head) and draft_n_head >= 1 and n_embd % int(draft_n_head) == 0,
                 f"draft_n_head must divide the draft model's width {n_embd}, which {draft_n_head!r} does not")
 
 
@@ -573,14 +576,17 @@ def main(prompt=None, *, n_tokens_to_generate=40, model_size="124M", models_dir=
         for origin, words in LEGEND.items():
             print(paint(words.format(drafter), origin), file=sys.stderr)
 
+    def in_vocabulary(ids):  # some models have spare ids that stand for no text
+        return [i for i in ids if i in encoder.token_bytes]
+
     def stream(round):
         rounds.append(round)
         for i, token in enumerate(round.tokens):
             if i == round.n_accepted and coloured:
-                refused = re.sub("\r?\n|\r", "↵", encoder.decode(round.draft[i:]))
+                refused = re.sub("\r?\n|\r", "↵", encoder.decode(in_vocabulary(round.draft[i:])))
                 sys.stdout.write(paint(refused, "refused"))
             origin = "accepted" if i < round.n_accepted else "correction" if i < round.n_drafted else "free"
-            sys.stdout.write(paint(decode([token] if token != end else []), origin))
+            sys.stdout.write(paint(decode(in_vocabulary([token]) if token != end else []), origin))
         sys.stdout.flush()
 
     try:
@@ -621,10 +627,14 @@ def command_line(main, **parse):
     fire.decorators.FIRE_METADATA = "_parse"  # under its own name it would show up in the help as a command
     calls = []  # fire calls first and complains about unknown options later: so let it only take notes
     note = functools.wraps(main)(lambda *args, **kwargs: calls.append((args, kwargs)))
+    sys.stdin = sys.stdin or open(os.devnull)  # None where the caller closed them
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     sys.stdout.reconfigure(errors="replace")
     try:
         command = [*sys.argv[1:], "--", "--separator=\0"]  # so that a lone - is an argument
         asked_for_help, said = {"-h", "--help"} & set(command), io.StringIO()
+        if asked_for_help:  # beside other arguments fire would explain main's result
+            command = ["--", "--help", "--separator=\0"]
         with contextlib.nullcontext() if asked_for_help else contextlib.redirect_stderr(said):
             fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
         for args, kwargs in calls:
