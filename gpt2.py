@@ -385,7 +385,8 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
             # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
             start, draft = time.perf_counter(), []
             if len(cache) and (n := end - len(tokens) - 1):
-                draft = auto(list(tokens), n) if auto else drafters[0](list(tokens), min(n, int(n_speculative)))
+                n = n if auto else min(n, int(n_speculative))
+                draft = (auto or drafters[0])(list(tokens), n)
             # Verify: one pass of the main model over all drafts.
             drafted, new = time.perf_counter(), tokens[len(cache) :] + draft
             logits = gpt2(new, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
