@@ -245,7 +245,7 @@ def measure_passes(model, repeats):
 
     ways = {"x @ w": (partial(plain, np.matmul), nullcontext(), range(1, 9)),
             "w.T @ x": (partial(plain, lambda x, w: (w.T @ x[0])[None]), nullcontext(), [1]),
-            "ours": (ours, single_threaded_blas, range(1, 9))}
+            "ours": (ours, single_threaded_blas(), range(1, 9))}
     seconds = {way: {n: [] for n in numbers} for way, (_, _, numbers) in ways.items()}
     for _ in range(repeats):
         for way, (one_pass, threads, numbers) in ways.items():

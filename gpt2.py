@@ -20,7 +20,7 @@ from matvec import in_parallel, matmul, matvec, single_threaded_blas
 # ---- The model: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 # Only attention mixes positions; all else treats each row of x by itself. product(x, w) is x @ w, see `gpt2`.
 
-PART = 256  # rows of a long prompt that are computed at a time, to save memory
+PART, QUERIES = 256, 64  # rows of a long prompt that ffn and mha compute at a time, to save memory
 
 
 def gelu(x):
@@ -73,9 +73,10 @@ def mha(x, c_attn, c_proj, keys, values, n_past, product):  # [n_seq, n_embd] ->
         mask = np.triu(np.full((n_seq, n_seq), -np.inf, np.float32), 1)
 
         def attend(a, b):
-            for h, i in itertools.product(range(a, b), range(0, n_seq, PART)):
-                n = min(i + PART, n_seq)
-                heads[i:n, h] = attention(q[h, i:n], keys[h, :n], values[h, :n], mask[i:n, :n])
+            for i in range(0, n_seq, QUERIES):
+                n = min(i + QUERIES, n_seq)
+                part = attention(q[a:b, i:n], keys[a:b, :n], values[a:b, :n], mask[i:n, :n])
+                heads[i:n, a:b] = part.swapaxes(0, 1)  # [n_heads, n_q, d_head] -> [n_q, n_heads, d_head]
 
         in_parallel(attend, n_head, n_seq * n_seq * d_head)
     return linear(heads.reshape(n_seq, -1), **c_proj, product=product)
@@ -102,7 +103,7 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n
             f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
     check_ids(inputs, len(wte))
     product = matvec if n_past else matmul  # a prompt comes alone, so its rows need not be kept apart
-    with single_threaded_blas:
+    with single_threaded_blas():
         x = wte[np.asarray(inputs)] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
         for block, keys, values in zip(blocks, cache.keys, cache.values):
             x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
@@ -207,7 +208,7 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
     n_head, end = int(n_head), len(tokens) + int(n_tokens_to_generate)  # NumPy's small integers overflow
     params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
-    with single_threaded_blas:
+    with single_threaded_blas():
         while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
             start = time.perf_counter()
             logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
@@ -380,7 +381,7 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
         drafters = [ModelDraft(draft_params, draft_n_head, pick, end), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
-    with single_threaded_blas:
+    with single_threaded_blas():
         while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
             # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
             start, draft = time.perf_counter(), []

@@ -12,6 +12,7 @@ threads keep a core busy.
 
 From top to bottom: the product for a few rows, the one for many, the threads.
 """
+import contextlib
 import functools
 import os
 import queue
@@ -21,7 +22,7 @@ import time
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-MAX_ROWS = 8  # rows that share one walk through the matrix
+GEMM_ROWS, GEMV_ROWS = 32, 8  # rows that share one walk through the matrix, at most
 GEMM_BLOCK, GEMV_BLOCK = 32 * 1024, 64 * 1024  # weights in a block: 128 and 256 KB
 GIL_RESULTS = 504  # np.matmul lets other threads run from about this many results on
 PIECE = 128 * 1024  # the least number of weights worth handing to a thread: 512 KB
@@ -34,14 +35,13 @@ def matvec(x, w):
     contiguous) is used as it is, any other is copied first. Raises ValueError, as NumPy does, if the shapes
     do not fit.
     """
-    if len(x) > MAX_ROWS:
-        parts = np.array_split(x, -(-len(x) // MAX_ROWS))
-        return np.concatenate([matvec(part, w) for part in parts])
     x, wt = np.ascontiguousarray(x), np.ascontiguousarray(w.T)  # [n_in, n_out] -> [n_out, n_in]
-    with single_threaded_blas:
-        if wt.size <= 2 * PIECE:  # too small for blocks: BLAS's product for one row, row after row
-            return np.matmul(wt, x[:, :, None])[:, :, 0]
-        return gemm(x, wt) if gemm_keeps_rows_apart(wt.shape[1]) else gemv(x, wt)
+    with single_threaded_blas():
+        n_apart = n_rows_apart(x.shape[1])
+        product, n_rows = (gemm, n_apart) if n_apart else (gemv, GEMV_ROWS)
+        if len(x) <= n_rows:
+            return product(x, wt)
+        return np.concatenate([product(x[i : i + n_rows], wt) for i in range(0, len(x), n_rows)])
 
 
 def gemm(x, wt):
@@ -50,11 +50,11 @@ def gemm(x, wt):
     x: [n_seq, n_in], wt: [n_out, n_in] -> [n_seq, n_out].
     """
     n_seq, (n_out, n_in) = len(x), wt.shape
-    n_block = block_size(n_in, GEMM_BLOCK)
-    if n_seq < 4:
-        x = np.concatenate([x, np.zeros((4 - n_seq, n_in), np.float32)])  # one row takes the way of four
-    y = np.empty((len(x), n_out), np.float32)
+    if n_seq == 1:
+        x = x.repeat(2, axis=0)  # a vector would go another way, so the row comes as two
+    n_block = block_size(n_in, GEMM_BLOCK, most=64)
     n_whole = n_out // n_block * n_block
+    y = np.empty((len(x), n_out), np.float32)
     blocks = wt[:n_whole].reshape(-1, n_block, n_in).transpose(0, 2, 1)  # [n_blocks, n_in, n_block]
     y_blocks = y[:, :n_whole].reshape(len(x), -1, n_block).transpose(1, 0, 2)  # [n_blocks, n_rows, n_block]
 
@@ -73,19 +73,21 @@ def gemv(x, wt):
     x: [n_seq, n_in], wt: [n_out, n_in] -> [n_seq, n_out].
     """
     n_seq, (n_out, n_in) = len(x), wt.shape
+    if wt.size <= 2 * PIECE:  # all of it is one block
+        return np.matmul(wt, x[:, :, None])[:, :, 0]
     n_block = block_size(n_in, GEMV_BLOCK)
     n_blocks = n_out // n_block
     n_whole = n_blocks * n_block
     y = np.empty((n_seq, n_out), np.float32)
-    blocks = wt[:n_whole].reshape(-1, n_block, n_in)
-    if n_seq == 1:  # straight into the result
+    if n_seq == 1 and blocks_may_join(n_in):  # memory is read fastest in one go
 
         def multiply(a, b):
-            for i in range(a, b):
-                np.dot(blocks[i], x[0], out=y[0, i * n_block : (i + 1) * n_block])
+            outputs = slice(a * n_block, b * n_block)
+            np.dot(wt[outputs], x[0], out=y[0, outputs])
 
         in_parallel(multiply, n_blocks, n_block * n_in)
     else:
+        blocks = wt[:n_whole].reshape(-1, n_block, n_in)
         y_blocks = np.empty((n_blocks, n_seq, n_block, 1), np.float32)  # else NumPy would swap the loops
 
         def multiply(a, b):
@@ -99,37 +101,60 @@ def gemv(x, wt):
     return y
 
 
-def block_size(n_in, n_weights):
+def block_size(n_in, n_weights, most=4096):
     """Return how many outputs a block of about n_weights has: a multiple of four, as BLAS takes them."""
-    return max(4, n_weights // n_in // 4 * 4)
+    return min(most, max(4, n_weights // n_in // 4 * 4))
+
+
+# What the BLAS at hand does is found out by trying. Within a process the answers stay, as others would change
+# bits.
 
 
 @functools.cache
-def gemm_keeps_rows_apart(n_in):
-    """Return whether BLAS multiplies 4 to 8 rows by a block without repacking it, each row as if alone.
+def n_rows_apart(n_in):
+    """Return how many rows BLAS multiplies by a block, each as if alone, without repacking the block; or 0.
 
-    OpenBLAS does on processors with AVX-512. The answer comes from trying, and within a process it stays:
-    another would change bits.
+    OpenBLAS has a product that does so for processors with AVX-512.
     """
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((MAX_ROWS, n_in), np.float32)
-    block = rng.standard_normal((block_size(n_in, GEMM_BLOCK), n_in), np.float32)
-    alone = []
-    for row in x:
-        padded = np.zeros((4, n_in), np.float32)
-        padded[0] = row
-        alone.append((padded @ block.T)[0])
-    if not all(np.array_equal(x[:k] @ block.T, alone[:k]) for k in range(4, MAX_ROWS + 1)):
-        return False
+    x, block = trial(n_in)
+    alone = np.concatenate([(np.stack([row, row]) @ block.T)[:1] for row in x])
+    n_rows = 1
+    while n_rows < GEMM_ROWS and np.array_equal(x[: n_rows + 1] @ block.T, alone[: n_rows + 1]):
+        n_rows += 1
+    return n_rows if n_rows >= 8 and two_rows_are_cheap() else 0
+
+
+def trial(n_in):
+    """Return some x: [GEMM_ROWS, n_in] and one block: [n_block, n_in]."""
+    rng, n_block = np.random.default_rng(0), block_size(n_in, GEMM_BLOCK, most=64)
+    return [rng.standard_normal((n, n_in), np.float32) for n in (GEMM_ROWS, n_block)]
+
+
+@functools.cache
+def two_rows_are_cheap():
+    """Return whether BLAS multiplies two rows by a block in less than twice the time of one.
+
+    It takes 0.9 to 1.1 times as long where BLAS does not repack the block, and 3 to 6 times where it does:
+    so far apart that the answer does not hang on the moment.
+    """
+    x, block = trial(1024)
 
     def seconds(product):
         start = time.perf_counter()
         product()
         return time.perf_counter() - start
 
-    four = min(seconds(lambda: x[:4] @ block.T) for _ in range(9))
-    one = min(seconds(lambda: block @ x[0]) for _ in range(9))
-    return four < 4 * one
+    two = min(seconds(lambda: x[:2] @ block.T) for _ in range(20))
+    return two < 2 * min(seconds(lambda: block @ x[0]) for _ in range(20))
+
+
+@functools.cache
+def blocks_may_join(n_in):
+    """Return whether BLAS's product for one row gives an output the same bits however many come with it."""
+    rng, n_block = np.random.default_rng(0), block_size(n_in, GEMV_BLOCK)
+    wt, x = rng.random((8 * n_block, n_in), np.float32), rng.random(n_in, np.float32)
+    one_by_one = np.concatenate([block @ x for block in wt.reshape(8, n_block, n_in)])
+    return all(np.array_equal(wt[: n * n_block] @ x, one_by_one[: n * n_block]) for n in (2, 3, 8))
 
 
 def matmul(x, w):
@@ -138,6 +163,9 @@ def matmul(x, w):
     x: [n_seq, n_in], w: [n_in, n_out], both float32 -> [n_seq, n_out]. Equal x and w give equal bits,
     however many threads there are. Raises ValueError, as NumPy does, if the shapes do not fit.
     """
+    with single_threaded_blas():
+        if len(x) <= n_rows_apart(len(w)):
+            return matvec(x, w)
     n_block, wt, few = 512, w.T, len(x) < 64
     if few:  # fewer rows than a block has: BLAS repacks less when the block comes first
         x = np.ascontiguousarray(x.T)
@@ -151,44 +179,56 @@ def matmul(x, w):
             else:
                 np.matmul(x, w[:, block], out=y[:, block])
 
-    with single_threaded_blas:
+    with single_threaded_blas():
         in_parallel(multiply, -(-len(wt) // n_block), x.size * n_block)
     return np.ascontiguousarray(y.T) if few else y
 
 
 class SingleThreadedBLAS:
-    """A context in which BLAS uses one thread.
+    """`with single_threaded_blas():` holds BLAS to one thread.
 
-    The limit is the whole process's, so it is lifted when the last thread leaves.
+    The limit is the whole process's, so it is lifted when the last thread leaves. A thread that is inside
+    may come again, which changes nothing. Ctrl-C, which can strike at any moment, leaves no limit behind.
     """
 
     def __init__(self):
         self.libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-        self.lock, self.inside, self.n_inside = threading.Lock(), threading.local(), 0
+        self.before = [library.num_threads for library in self.libraries]
+        self.lock, self.inside = threading.Lock(), set()  # the threads that are inside
 
     def start_over(self):
         """In a forked child, forget the threads that were inside but are missing now."""
-        others, self.n_inside = self.n_inside, int(getattr(self.inside, "depth", 0) > 0)
-        self.lock = threading.Lock()
-        if others and not self.n_inside:
+        self.lock, others = threading.Lock(), self.inside - {threading.get_ident()}
+        self.inside -= others
+        if others and not self.inside:
             self.set(self.before)
 
+    def __call__(self):
+        return contextlib.nullcontext() if threading.get_ident() in self.inside else self
+
     def __enter__(self):
-        self.inside.depth = getattr(self.inside, "depth", 0) + 1  # a thread that is inside may come again
-        if self.inside.depth == 1:
+        try:
             with self.lock:
-                if self.n_inside == 0:
+                if not self.inside:
                     self.before = [library.num_threads for library in self.libraries]
-                self.n_inside += 1
+                self.inside.add(threading.get_ident())
                 self.set([1] * len(self.libraries))  # each time: some BLAS have a limit for every thread
+        except BaseException:
+            self.leave()
+            raise
 
     def __exit__(self, *exception):
-        self.inside.depth -= 1
-        if self.inside.depth == 0:
-            with self.lock:
-                self.n_inside -= 1
-                if self.n_inside == 0:
-                    self.set(self.before)
+        try:
+            self.leave()
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self):
+        with self.lock:
+            self.inside.discard(threading.get_ident())
+            if not self.inside:
+                self.set(self.before)
 
     def set(self, n_threads):
         for library, n in zip(self.libraries, n_threads):
@@ -214,8 +254,10 @@ class Team:
     def run(self, multiply, pieces):
         """Call multiply on all pieces, which are pairs (a, b); raise what it raised."""
         while len(self.calls) < self.n_threads - 1:
-            self.calls.append(queue.SimpleQueue())
-            threading.Thread(target=self.serve, args=self.calls[-1:], daemon=True).start()
+            calls, ready = queue.SimpleQueue(), threading.Event()
+            threading.Thread(target=self.serve, args=(calls, ready), daemon=True).start()
+            ready.wait()
+            self.calls.append(calls)
         job, called = Job(multiply, pieces), []
         for calls in self.calls[: len(pieces) - 1]:
             ticket, done = threading.Lock(), threading.Lock()  # locks: the cheapest of signals
@@ -229,8 +271,9 @@ class Team:
         if job.error:
             raise job.error
 
-    def serve(self, calls):
+    def serve(self, calls, ready):
         single_threaded_blas.set([1] * len(single_threaded_blas.libraries))  # where each thread has a limit
+        ready.set()
         while True:
             ticket, done, job = calls.get()
             if ticket.acquire(blocking=False):  # else the job was over before this thread woke up
@@ -263,7 +306,8 @@ def in_parallel(multiply, n, n_weights, n_results=GIL_RESULTS):
     these are too few to pay for threads, or another product has the team, it is one call, multiply(0, n).
     """
     least = max(-(-PIECE // n_weights), -(-GIL_RESULTS // n_results))
-    if n < 2 * least or team.n_threads == 1 or not team.taken.acquire(blocking=False):
+    few = n < 2 * least or n * n_weights < 4 * PIECE
+    if few or team.n_threads == 1 or not team.taken.acquire(blocking=False):
         multiply(0, n)
     else:
         try:

@@ -1,5 +1,6 @@
 import hashlib
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import in_own_process
-from matvec import matvec, single_threaded_blas
+from matvec import matvec, single_threaded_blas, team
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 20)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 29, 30, 31, 32, 33, 70)
 SHAPES = [
     (1, 1),
     (1, 3),
@@ -36,7 +37,7 @@ SHAPES = [
 ]
 
 
-def random_product(n_in, n_out, n_rows=20):
+def random_product(n_in, n_out, n_rows=70):
     """x [n_rows, n_in] and w [n_in, n_out] with w.T contiguous."""
     rng = np.random.default_rng([n_in, n_out])
     return rng.standard_normal((n_rows, n_in), np.float32), rng.standard_normal((n_out, n_in), np.float32).T
@@ -154,15 +155,15 @@ def test_nobody_lifts_the_limit_under_another():
         before, entered, leave = limits(), threading.Event(), threading.Event()
 
         def stay():
-            with single_threaded_blas:
+            with single_threaded_blas():
                 entered.set()
                 leave.wait()
 
         other = threading.Thread(target=stay)
-        with single_threaded_blas:
+        with single_threaded_blas():
             other.start()
             entered.wait()
-            with single_threaded_blas:
+            with single_threaded_blas():
                 pass
             assert set(limits()) <= {1}
         assert set(limits()) <= {1}
@@ -176,7 +177,7 @@ def test_every_thread_can_hold_blas_to_one_thread():
     seen = []
 
     def work():
-        with single_threaded_blas:
+        with single_threaded_blas():
             seen.append(limits())
         seen.append(limits())
 
@@ -207,6 +208,23 @@ def test_blas_gets_its_threads_back():
             for thread in threads:
                 thread.join()
             assert limits() == before
+
+
+def products_by_new_threads():
+    with threadpoolctl.threadpool_limits(2):
+        before, (x, w) = limits(), random_product(1024, 1024, n_rows=1)
+        for _ in range(300):
+            team.start_over()  # as when the first product is made
+            matvec(x, w)
+            time.sleep(0.001)
+            if limits() != before:
+                return f"BLAS has {limits()} threads, not {before}"
+    return "all the same"
+
+
+def test_a_thread_that_starts_late_sets_no_limit():
+    code = "import test_matvec; print(test_matvec.products_by_new_threads())"
+    assert in_own_process(code) == "all the same"
 
 
 def test_from_many_threads_at_once():
