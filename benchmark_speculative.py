@@ -75,12 +75,16 @@ def benchmark(*, model_sizes="124M,355M", draft=None, n_speculative="1,2,4,auto"
     check_target("json", json)
     check_target("plot", plot)
     prompts = PROMPTS if prompts is None else {"prompt": lines_of(prompts)}
-    drafts = {size: "ngram" if passes else draft_for(size, draft) for size in listed(model_sizes)}
+    drafts = {size: draft or default_draft(size) for size in listed(model_sizes)}
+    own = [] if passes else [size for size in drafts if drafts[size] == size]
+    drafts.update(dict.fromkeys(drafts if passes else own, "ngram"))
     models = {size: load(size, models_dir) for size in {*drafts, *drafts.values()} - {"ngram"}}
     if not passes:
         check_lengths([models[size] for size in drafts], prompts, tokens)
 
     print(machine(), flush=True)
+    for size in own:
+        print(f"{size} would be its own draft model, so n-gram lookup drafts for it.", flush=True)
     results = []
     for size in drafts:
         if passes:
@@ -361,7 +365,7 @@ def draw_acceptance(axes, rows, n_speculative):
     counts = sum((Counter(row["rounds_by_n_accepted"]) for row in rows), Counter())
     n_without = sum(row["n_rounds_without_draft"] for row in rows)
     percent = 100 / (sum(counts.values()) + n_without)
-    numbers = range(1 + (max(counts, default=0) if n_speculative == "auto" else n_speculative))
+    numbers = range(1 + (n_speculative if n_speculative in range(20) else max(counts, default=0)))
     axes.bar(numbers, [counts[n] * percent for n in numbers], color=BLUE)
     axes.bar(0, n_without * percent, bottom=counts[0] * percent, color="white", edgecolor=GREY, hatch="////",
              label="rounds in which nothing was drafted")
@@ -389,8 +393,13 @@ def check_target(option, path):
     if path is not None:
         if not path.endswith(ending):
             raise ValueError(f"--{option} takes the name of a {ending} file, not {path!r}.")
-        if not os.access(os.path.dirname(path) or ".", os.W_OK) or os.path.isdir(path):
-            raise ValueError(f"{path} cannot be written: choose a file in a folder that exists and lets you.")
+        try:  # now, rather than after all the work
+            if os.path.isdir(path):
+                raise IsADirectoryError
+            open(f"{path}.part", "wb").close()
+            os.remove(f"{path}.part")
+        except (OSError, ValueError):
+            raise ValueError(f"{path:.200} cannot be written: choose a file in a folder that lets you.") from None
         if option == "plot" and not importlib.util.find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: `pip install matplotlib` brings it.")
 
@@ -404,13 +413,6 @@ def lines_of(path):
     if not lines:
         raise ValueError(f"--prompts must be a file of UTF-8 text with one prompt per line, not {path}.")
     return lines
-
-
-def draft_for(size, draft):
-    draft = default_draft(size) if draft is None else draft
-    if draft == size:
-        print(f"{size} would be its own draft model, so n-gram lookup drafts for it.", flush=True)
-    return "ngram" if draft == size else draft
 
 
 def load(size, models_dir):

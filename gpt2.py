@@ -163,18 +163,20 @@ class Sampler:
         if self.temperature == 0:
             return logits
         scores = (logits - logits.max()) / np.float32(max(self.temperature, 1e-30))
-        if self.top_k is not None and self.top_k < len(scores):
-            least = np.partition(scores, -int(self.top_k))[-int(self.top_k)]
-            scores = np.where(scores < least, -np.inf, scores)
+        if self.top_k is not None:
+            scores = largest(scores, int(self.top_k))
         if self.top_p is not None and self.top_p < 1:
             p = np.sort(softmax(scores.astype(np.float64)))[::-1]
-            n_kept = min(np.searchsorted(np.cumsum(p), self.top_p) + 1, len(p))  # the fewest that reach top_p
-            least = np.partition(scores, -n_kept)[-n_kept]
-            scores = np.where(scores < least, -np.inf, scores)
+            scores = largest(scores, np.searchsorted(np.cumsum(p), self.top_p) + 1)  # the fewest to reach it
         return scores + gumbel(self.seed, position, self.n_vocab)[: len(scores)]
 
     def __call__(self, logits, position):
         return int(self.race(logits, position).argmax())
+
+
+def largest(scores, n):
+    """Return the scores with all but the n largest, and what ties with them, at minus infinity."""
+    return scores if n >= len(scores) else np.where(scores < np.partition(scores, -n)[-n], -np.inf, scores)
 
 
 # ---- Plain decoding.
@@ -203,9 +205,8 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
     Raises ValueError, before any work, for values that make no sense and for more tokens than the context
     holds.
     """
-    tokens = checked(inputs, params, n_head, n_tokens_to_generate,
-                     temperature, top_k, top_p, seed, stop_token)
-    n_head, end = int(n_head), len(tokens) + int(n_tokens_to_generate)  # NumPy's small integers overflow
+    tokens, n_head, end = checked(inputs, params, n_head, n_tokens_to_generate,
+                                  temperature, top_k, top_p, seed, stop_token)
     params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     with single_threaded_blas():
@@ -340,8 +341,9 @@ class Auto:
             took = getattr(self.drafter, "seconds", round.draft_seconds / round.n_drafted)
             self.seconds[self.drafter] = averaged(self.seconds[self.drafter], took)
         else:
-            for drafter, counts in self.counts.items():
-                self.counts[drafter] = tuple(0.995 * n + 0.005 * start for n, start in zip(counts, self.START))
+            for drafter, (accepted, judged) in self.counts.items():
+                at_first, of_first = self.START
+                self.counts[drafter] = 0.995 * accepted + 0.005 * at_first, 0.995 * judged + 0.005 * of_first
 
 
 def averaged(old, new):
@@ -368,10 +370,9 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
     Raises ValueError as `generate` does, and if n_speculative or the draft model makes no sense or the
     vocabularies differ.
     """
-    tokens = checked(inputs, params, n_head, n_tokens_to_generate,
-                     temperature, top_k, top_p, seed, stop_token)
+    tokens, n_head, end = checked(inputs, params, n_head, n_tokens_to_generate,
+                                  temperature, top_k, top_p, seed, stop_token)
     check_draft(params, n_head, draft_params, draft_n_head, n_speculative)
-    n_head, end = int(n_head), len(tokens) + int(n_tokens_to_generate)  # NumPy's small integers overflow
     params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
     if callable(draft_params):
@@ -436,23 +437,27 @@ def in_kernel_order(params):
 
 
 def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, top_p, seed, stop_token):
-    """Return the ids in inputs as a list, or raise ValueError about the first argument that is wrong."""
+    """Return the ids in inputs as a list, n_head, and how many ids there will be in all at most.
+
+    Raises ValueError about the first argument that is wrong.
+    """
     check_options(n_tokens_to_generate, temperature, top_k, top_p, seed)
     (n_vocab, n_embd), n_ctx = params["wte"].shape, len(params["wpe"])
     require(hasattr(inputs, "__iter__") and not isinstance(inputs, (str, bytes)),
             f"inputs must be a sequence of token ids, not {inputs!r:.40}: text has to be encoded first")
     tokens = list(inputs)
+    end = len(tokens) + int(n_tokens_to_generate)  # int: NumPy's small integers overflow
     require(tokens, "there is nothing to continue: give at least one token id, such as that of <|endoftext|>")
     check_ids(tokens, n_vocab)
     require(stop_token is None or whole(stop_token) and 0 <= stop_token < n_vocab,
             f"stop_token must be a token id from 0 to {n_vocab - 1}, not {stop_token!r}")
     require(whole(n_head) and n_head >= 1 and n_embd % int(n_head) == 0,
             f"n_head must divide the model's width {n_embd}, which {n_head!r} does not")
-    require(len(tokens) + int(n_tokens_to_generate) <= n_ctx,
+    require(end <= n_ctx,
             f"{len(tokens)} prompt tokens and {n_tokens_to_generate} new ones are more than the {n_ctx} "
             "of the model's context: "
             + (f"generate at most {n_ctx - len(tokens)}" if len(tokens) < n_ctx else "shorten the prompt"))
-    return [int(i) for i in tokens]
+    return [int(i) for i in tokens], int(n_head), end
 
 
 def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed):
@@ -475,7 +480,7 @@ def check_ids(ids, n_vocab):
 
 
 def check_n_speculative(n_speculative):
-    require(n_speculative in ("auto",) or whole(n_speculative) and n_speculative >= 1,
+    require(n_speculative == "auto" or whole(n_speculative) and n_speculative >= 1,
             f'n_speculative must be "auto" or a whole number from 1 on, not {n_speculative!r}')
 
 
@@ -549,12 +554,17 @@ def main(prompt=None, *, n_tokens_to_generate=40, model_size="124M", models_dir=
     check_n_speculative(n_speculative)
     require(show_drafts in (False, True, "always"),
             f"show_drafts is given alone or as --show_drafts=always, not {show_drafts!r}")
+    require(use_generate_speculative in (False, True),
+            f"use_generate_speculative is True or False, not {use_generate_speculative!r}")
     from utils import MODELS_DIR, load_encoder_hparams_and_params as load  # late, as import is slow
 
     models_dir = models_dir or MODELS_DIR
     draft_size = "none" if not use_generate_speculative else draft_size or default_draft(model_size)
     if prompt == "-":
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as e:
+            raise ValueError(f"standard input is no {e.encoding} text: its byte {e.start} is amiss") from None
     encoder, hparams, params = load(model_size, models_dir)
     n_head, draft, draft_n_head = hparams["n_head"], ngram_draft, None
     if draft_size not in ("none", "ngram"):
@@ -563,6 +573,8 @@ def main(prompt=None, *, n_tokens_to_generate=40, model_size="124M", models_dir=
         require(draft_encoder.encoder == encoder.encoder,
                 f"{draft_size} cannot draft for {model_size}: it has another vocabulary")
     end = encoder.encoder.get("<|endoftext|>")
+    require(prompt or end is not None,
+            f"{model_size} cannot start from nothing, as it has no <|endoftext|>: give a prompt")
     inputs = encoder.encode(prompt) or [end]
     kwargs = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_token=end)
 
@@ -638,7 +650,10 @@ def command_line(main, **parse):
         if asked_for_help:  # beside other arguments fire would explain main's result
             command = ["--", "--help", "--separator=\0"]
         with contextlib.nullcontext() if asked_for_help else contextlib.redirect_stderr(said):
-            fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
+            try:
+                fire.Fire(fire.decorators.SetParseFns(**parse)(note), command=command)
+            except (TypeError, ValueError, RecursionError, AttributeError) as e:
+                raise ValueError(f"the options cannot be read ({e}): --help lists them") from None
         for args, kwargs in calls:
             sys.exit(main(*args, **kwargs))
     except fire.core.FireExit as e:

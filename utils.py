@@ -7,6 +7,7 @@ the first start reads a TensorFlow checkpoint, and imports TensorFlow for it: it
 beside the checkpoint, which later starts map into memory.
 """
 import contextlib
+import difflib
 import hashlib
 import json
 import math
@@ -81,7 +82,9 @@ def find_model(model_size, models_dir):
     is_path = model_size.startswith((".", "~")) or os.path.basename(model_size) != model_size
     directory = os.path.expanduser(model_size) if is_path else os.path.join(models_dir, model_size)
     if not model_size or not os.path.isdir(directory):
-        raise ValueError(f"there is no model {model_size!r} ({directory}); what works: "
+        near = difflib.get_close_matches(model_size.upper(), BUNDLED_SIZES + OPENAI_SIZES, n=1)
+        guess = f": did you mean {near[0]}? What" if near else "; what"
+        raise ValueError(f"there is no model {model_size!r} ({directory}){guess} works: "
                          f"{', '.join(BUNDLED_SIZES)} (bundled in {MODELS_DIR}), {', '.join(OPENAI_SIZES)} "
                          "(downloaded when missing), or the path of a directory with a GPT-2 model")
     return Path(directory).absolute(), False
@@ -165,9 +168,15 @@ def download(session, url, path):
                 furthest, pauses = got, iter(RETRY_PAUSES)
             pause = next(pauses, None) if may_pass(problem) else None
             if pause is None:
-                raise OSError(f"cannot download {url}: {problem}; {NO_DOWNLOAD}") from problem
-            print(f"{path.name}: {problem}; trying again in {pause} s", file=sys.stderr)
+                raise OSError(f"cannot download {url}: {in_short(problem)}; {NO_DOWNLOAD}") from problem
+            print(f"{path.name}: {in_short(problem)}; trying again in {pause} s", file=sys.stderr)
             time.sleep(pause)
+
+
+def in_short(problem):
+    """What went wrong, without the layers of libraries that wrap it."""
+    reason = getattr(next(iter(problem.args), None), "reason", None) or problem
+    return "no server can be reached there" if isinstance(reason, NewConnectionError) else str(reason)
 
 
 def may_pass(problem):

@@ -195,6 +195,10 @@ def test_help_describes_every_option():
     (["--json", "nowhere/a.json"], "nowhere"),
     (["--plot", "nowhere/a.png"], "nowhere"),
     (["--plot", "a.jpg"], "a.jpg"),
+    (["--model_sizes", "7M", "--json", "latin1.txt/a.json"], "latin1.txt/a.json"),
+    (["--model_sizes", "7M", "--json", "a" * 300 + ".json"], "aaa"),
+    
+    (["--model_sizes", "7M", "--draft", "7M", "--tokens", 600], "512"),
     (["--prompts", "missing.txt"], "missing.txt"),
     (["--prompts", "latin1.txt"], "UTF-8"),
     (["--model_sizes", "7M", "--tokens", 600, "--json", "a.json"], "512"),

@@ -175,7 +175,7 @@ def test_a_prompt_from_standard_input(expected, given):
 
 def test_bytes_on_standard_input_that_are_no_utf8(pair):
     code, out, err = run("-", "--model_size", "1M", "--n_tokens_to_generate", 3, given=b"caf\xe9 \xff")
-    assert code == 0 or code == 2 and err.startswith("error: ")
+    assert code == 2 and out == "" and err == "error: standard input is no utf-8 text: its byte 3 is amiss\n"
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,11 @@ def closed_port():
         (["--model_size=../models/9M"], "9M"),
         (["--model_size="], "7M"),
         (["--model_size=7"], "7"),
+        (["--model_size=7m"], "did you mean 7M?"),
+        (["--model_size=355"], "did you mean 355M?"),
+        (["--use_generate_speculative=no"], "no"),
+        (["--temperature={[1]}"], "options"),
+        (["--top_k=" + "-" * 5000 + "1"], "options"),
         (["--n_tokens_to_generate=600"], "600"),
         (["--n_tokens_to_generate=-1"], "-1"),
         (["--n_tokens_to_generate=many"], "many"),
@@ -280,7 +285,7 @@ def closed_port():
         (["--show_drafts=sometimes"], "sometimes"),
         (["--models_dir=nowhere"], "nowhere"),
     ],
-    ids=str,
+    ids=lambda arguments: str(arguments)[:40],
 )
 def test_bad_values_are_one_sentence_and_exit_code_2(pair, arguments, said):
     code, out, err = run("The wolf", *["--model_size=1M"] * ("--model_size" not in arguments[0]), *arguments)
@@ -298,9 +303,19 @@ def test_a_model_that_cannot_be_downloaded(tmp_path, closed_port):
     assert (
         code == 2
         and out == ""
-        and "--model_size 7M" in err
+        and "no server can be reached there; `--model_size 7M` is bundled" in err
+        and "Pool" not in err
         and err.strip().splitlines()[-1].startswith("error: ")
     )
+
+
+def test_starting_from_nothing_needs_a_beginning_in_the_vocabulary(pair, tmp_path):
+    model = model_that_writes(tmp_path / "model", [1, 2, 3])
+    vocabulary = json.loads((model / "vocab.json").read_text(encoding="utf-8"))
+    del vocabulary["<|endoftext|>"]
+    (model / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    code, out, err = run("", f"--model_size={model}")
+    assert code == 2 and out == "" and err.startswith("error: ") and "<|endoftext|>: give a prompt" in err
 
 
 def test_a_draft_model_with_another_vocabulary(pair, tmp_path):
