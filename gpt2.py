@@ -249,7 +249,7 @@ class ModelDraft:
         self.params = in_kernel_order(params)
         self.n_head, self.pick = n_head, pick
         self.cache, self.cached = KVCache(params, n_head, n_ctx), []  # cached: the ids that the cache holds
-        self.seconds = None  # that one draft takes
+        self.seconds = 0.0  # that one draft takes
 
     def __call__(self, tokens, n, worth=lambda chance: True):
         """Propose at most n ids, another only if `worth` it, given the chance that those before it hold."""
@@ -277,78 +277,81 @@ class Auto:
     """Draft as much as pays, by what was measured: how many drafts are accepted, what they and passes cost.
 
     With drafts accepted at the rate a, a round of n makes 1 + a + ... + a^n tokens (Leviathan et al. 2023,
-    section 3.1) in the time of n drafts and one pass over n + 1 rows (section 3.3). The n that makes most
-    tokens per second is taken (section 3.5), be it 0; while nothing is drafted, the rates drift back to where
-    they began, so that drafting gets another try.
+    section 3.1) in the time of n drafts and one pass (section 3.3), which takes a little longer with every
+    row. The n that makes most tokens per second is taken (section 3.5), be it 0. While nothing is drafted,
+    the rates drift back to where they began, so that drafting gets another try; what tries may lose in all
+    is limited.
     """
 
-    START = 1.3, 2.0  # accepted and judged drafts before there were any: drafting is given a try
+    START = 2.6, 4.0  # accepted and judged drafts before there were any: drafting is given a try
 
     def __init__(self, drafters):
         self.counts = dict.fromkeys(drafters, self.START)  # of late; judged: up to the first that was refused
-        self.seconds = dict.fromkeys(drafters)  # per draft
-        self.passes = None  # {n_rows: seconds of a main-model pass}, from the prompt's pass on
+        self.draft_seconds = dict.fromkeys(drafters, 0.0)  # per draft
+        self.pass_seconds = self.row_seconds = None  # of a main-model pass over one row, for each further row
+        self.longest = 1  # the most drafts that a round has had
+        self.credit = 2.0  # passes that drafting may lose before it has to pause
         self.drafter = None  # whose drafts the round has
 
-    def pass_seconds(self):
-        """Return the seconds of a pass with 0, 1, 2, ... drafts, up to twice as many rows as were tried."""
-        longest = max(self.passes)
-        seconds, result = self.passes[longest], []  # hope that more rows cost no more
-        for n_rows in range(min(2 * longest, 15) + 1, 0, -1):
-            seconds = min(seconds, self.passes.get(n_rows, seconds)) if n_rows < longest else seconds
-            result.append(seconds)
-        return result[::-1]
-
-    def plan(self, drafter, pass_seconds):
+    def plan(self, drafter, n_most):
         """Return the most tokens per second that this drafter promises, and with how many drafts."""
-        accepted, judged = self.counts[drafter]
-        best, n_tokens, chance = (0.0, 0), 0.0, 1.0
-        for n, seconds in enumerate(pass_seconds):
+        (accepted, judged), n, n_tokens = self.counts[drafter], 0, 1.0
+        seconds, rate, chance = self.pass_seconds, 1 / self.pass_seconds, accepted / judged
+        while n < n_most:
+            seconds += self.draft_seconds[drafter] + self.row_seconds
             n_tokens, chance = n_tokens + chance, chance * accepted / judged
-            best = max(best, (n_tokens / (n * (self.seconds[drafter] or 0.0) + seconds), n))
-        return best
+            if n_tokens / seconds <= rate:
+                break
+            rate, n = n_tokens / seconds, n + 1
+        return rate, n
 
     def __call__(self, tokens, n_most):
         """Propose at most n_most ids, from the drafter that promises most, else from the next."""
-        seconds = self.pass_seconds() if self.passes else []
-        plans = {drafter: self.plan(drafter, seconds) for drafter in self.counts if seconds}
-        for self.drafter, (rate, n) in sorted(plans.items(), key=lambda item: item[1][0], reverse=True):
-            n, draft = min(n, n_most), []
-            if n and isinstance(self.drafter, ModelDraft):  # knows how sure it is: may stop early or go on
-                # Another draft adds chance * accepted / judged tokens: worth it at no less than the rate.
-                accepted, judged = self.counts[self.drafter]
-                row = (seconds[n] - seconds[0]) / n
-                least = rate * ((self.seconds[self.drafter] or 0.0) + row) * judged / accepted
-                draft = self.drafter(tokens, min(n_most, 2 * n), worth=lambda chance: chance > least)
-            elif n:
-                draft = self.drafter(tokens, n)
-            if draft:
-                return draft
+        if self.pass_seconds and self.credit > 0:
+            most = min(n_most, 2 * self.longest, 15)
+            plans = [(*self.plan(drafter, most), drafter) for drafter in self.counts]
+            for rate, n, self.drafter in sorted(plans, key=lambda plan: plan[0], reverse=True):
+                if n and isinstance(self.drafter, ModelDraft):  # knows how sure it is: may stop or go on
+                    # Another draft adds chance * accepted / judged tokens: worth it at no less than the rate.
+                    accepted, judged = self.counts[self.drafter]
+                    least = rate * (self.draft_seconds[self.drafter] + self.row_seconds) * judged / accepted
+                    draft = self.drafter(tokens, min(n_most, 2 * n), worth=lambda chance: chance > least)
+                else:
+                    draft = self.drafter(tokens, n) if n else []
+                if draft:
+                    return draft
         self.drafter = None
         return []
 
     def learn(self, round):
         """Take in what a round came to. The first, the prompt's, says nothing about the time of others."""
-        if self.passes is None:
-            self.passes = {}
-            return
-        n_rows = round.n_drafted + 1
-        self.passes[n_rows] = averaged(self.passes.get(n_rows), round.verify_seconds)
-        if self.drafter and round.n_drafted:
-            accepted, judged = self.counts[self.drafter]
-            n_judged = min(round.n_accepted + 1, round.n_drafted)
-            self.counts[self.drafter] = 0.9 * accepted + round.n_accepted, 0.9 * judged + n_judged
-            took = getattr(self.drafter, "seconds", round.draft_seconds / round.n_drafted)
-            self.seconds[self.drafter] = averaged(self.seconds[self.drafter], took)
-        else:
+        n, drafter = round.n_drafted, self.drafter
+        if self.pass_seconds is None:
+            self.pass_seconds = 0.0
+        elif n == 0:
+            self.pass_seconds = averaged(self.pass_seconds, round.verify_seconds)
+            self.row_seconds = 0.995 * (self.row_seconds or 0.1 * self.pass_seconds)
+            self.credit += 0.005
             for drafter, (accepted, judged) in self.counts.items():
                 at_first, of_first = self.START
                 self.counts[drafter] = 0.995 * accepted + 0.005 * at_first, 0.995 * judged + 0.005 * of_first
+        else:
+            accepted, judged = self.counts[drafter]
+            n_judged = min(round.n_accepted + 1, n)
+            self.counts[drafter] = 0.95 * accepted + round.n_accepted, 0.95 * judged + n_judged
+            took = getattr(drafter, "seconds", None) or round.draft_seconds / n
+            self.draft_seconds[drafter] = averaged(self.draft_seconds[drafter], took)
+            expected = self.pass_seconds + n * self.row_seconds
+            took = averaged(expected, round.verify_seconds)
+            self.row_seconds = max(0.0, took - self.pass_seconds) / n
+            cost = (n * self.draft_seconds[drafter] + took) / self.pass_seconds
+            self.credit = min(5.0, self.credit + len(round.tokens) - cost)
+            self.longest = max(self.longest, n)
 
 
 def averaged(old, new):
-    """Return an average over time, in which a single hiccup counts little; None: nothing measured."""
-    return new if old is None else old if new is None else 0.7 * old + 0.3 * min(new, 1.5 * old)
+    """Return an average over time, in which a single hiccup counts little; old is 0 if there is none yet."""
+    return 0.7 * old + 0.3 * min(new, 1.5 * old) if old else new
 
 
 # ---- Speculative decoding.
