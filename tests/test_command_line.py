@@ -339,6 +339,36 @@ def test_arguments_that_do_not_exist_start_nothing(pair, arguments):
     assert code == 2 and out == "" and err
 
 
+def test_a_prompt_without_quotes_is_told_so(pair):
+    code, out, err = run("The", "wolf", "said", "--model_size=1M")
+    assert code == 2 and out == "" and err.startswith("error: ") and "a prompt needs quotes" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@posix
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed(pair, expected, closed):
+    options = "--model_size=1M --n_tokens_to_generate=6"
+    command = f"{sys.executable} {ROOT / 'gpt2.py'} 'The wolf' {options} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    if ">&-" not in closed.replace("2>&-", ""):
+        assert without_end_of_line(done.stdout) == expected("The wolf", 6)
+
+
+def test_ids_without_a_text_are_generated_as_nothing(pair, tmp_path):
+    model = model_that_writes(tmp_path / "model", [pair["1M"].encoder.encode("a")[0], 4097, 4095], n_vocab=4100)
+    for draft in ("none", model):
+        code, out, err = run(
+            "x",
+            f"--model_size={model}",
+            f"--draft_size={draft}",
+            "--show_drafts=always",
+            "--n_tokens_to_generate=9",
+        )
+        assert code == 0 and without_end_of_line(plain_text(out)) == "a", err
+
+
 def test_without_a_prompt_it_explains_itself():
     code, out, err = run()
     assert code == 2 and out == "" and 2 <= len(err.strip().splitlines()) <= 4
@@ -434,6 +464,19 @@ def test_shown_drafts_keep_characters_whole(pair, tmp_path):
             "--n_tokens_to_generate=63",
         )
         assert code == 0 and without_end_of_line(plain_text(out)) == text, err
+
+
+def test_line_ends_of_refused_drafts_break_no_line(pair, tmp_path):
+    encoder = pair["1M"].encoder
+    text = encoder.encode("a b c d")
+    model = model_that_writes(tmp_path / "model", text + [4095])
+    draft = model_that_writes(tmp_path / "draft", [encoder.encode("\n")[0]] * len(text))
+    code, out, err = run(
+        "x", f"--model_size={model}", f"--draft_size={draft}", "--n_speculative=1", "--show_drafts=always",
+        "--n_tokens_to_generate=9",
+    )
+    assert code == 0 and without_end_of_line(plain_text(out)) == "a b c d", err
+    assert "↵" in out and "\n" not in without_end_of_line(out)
 
 
 @posix

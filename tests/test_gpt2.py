@@ -425,6 +425,21 @@ def test_auto_gives_up_drafts_that_are_always_wrong_and_uses_right_ones(pair):
     assert len(rounds["right"]) < 120
 
 
+def test_one_slow_pass_does_not_switch_drafting_off(pair):
+    """A hiccup in the first drafted rounds, as on a busy machine."""
+    large, rounds = pair["7M"], []
+    ids = large.encoder.encode("Once upon a time there was a king")
+    right = plain(large, ids, 200)
+
+    def draft(tokens, n):
+        if 3 < len(tokens) - len(ids) < 12:
+            time.sleep(0.02)
+        return right[len(tokens) - len(ids) :][:n]
+
+    assert speculative(large, ids, draft, 200, "auto", on_round=rounds.append) == right
+    assert len(rounds) < 100
+
+
 def test_ngram_draft_copies_what_followed():
     assert ngram_draft([1, 2, 3, 4, 9, 1, 2, 3], 3) == [4, 9, 1]
     assert ngram_draft([7, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 2) == [5, 9]  # the latest occurrence
@@ -629,22 +644,17 @@ def test_inputs_are_any_sequence_and_stay_as_they_were(kind):
 
 
 def test_counts_may_be_numpy_integers():
-    model = random_model(11, 30, 8, 2, 1)
-    assert (
-        len(
-            generate(
-                [1],
-                model.params,
-                np.int64(2),
-                np.int32(5),
-                temperature=np.float32(1),
-                top_k=np.int64(3),
-                seed=np.uint8(3),
-            )
+    """Small ones, which overflow where Python's do not."""
+    model, small = random_model(50, 300, 8, 2, 1), np.int8
+    settings = dict(temperature=1, top_k=3, seed=3)
+    expected = plain(model, [1] * 100, 100, **settings)
+    settings = dict(temperature=np.float16(1), top_k=small(3), seed=np.uint8(3))
+    prompt = np.ones(100, np.uint8)
+    assert generate(prompt, model.params, small(2), small(100), **settings) == expected
+    for draft in (model.params, ngram_draft):
+        assert expected == generate_speculative(
+            prompt, model.params, draft, small(2), small(100), small(3), draft_n_head=small(2), **settings
         )
-        == 5
-    )
-    assert len(speculative(model, [1], model, np.int64(5), np.int64(3))) == 5
 
 
 # Errors
