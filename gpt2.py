@@ -466,7 +466,7 @@ def checked(inputs, params, n_head, n_tokens_to_generate, temperature, top_k, to
 def check_options(n_tokens_to_generate, temperature, top_k, top_p, seed):
     require(whole(n_tokens_to_generate) and n_tokens_to_generate >= 0,
             f"n_tokens_to_generate must be a whole number from 0 on, not {n_tokens_to_generate!r}")
-    require(number(temperature) and 0 <= temperature <= 1e30,
+    require(number(temperature) and 0 <= float(temperature) <= 1e30,
             f"temperature must be 0 (always the likeliest token) or a larger number, not {temperature!r}")
     require(top_k is None or whole(top_k) and top_k >= 1,
             f"top_k must be a whole number from 1 on, not {top_k!r}")
