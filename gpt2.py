@@ -249,7 +249,7 @@ class ModelDraft:
         self.params = in_kernel_order(params)
         self.n_head, self.pick = n_head, pick
         self.cache, self.cached = KVCache(params, n_head, n_ctx), []  # cached: the ids that the cache holds
-        self.seconds = 0.0  # that one draft takes
+        self.seconds = 0.0  # that the last draft took
 
     def __call__(self, tokens, n, worth=lambda chance: True):
         """Propose at most n ids, another only if `worth` it, given the chance that those before it hold."""
@@ -263,7 +263,7 @@ class ModelDraft:
             draft.append(int(race.argmax()))
             chance /= np.exp(race - race.max()).sum()  # times the winner's share in the softmax of the race
             if len(new) < 3:  # else the cache has been catching up
-                self.seconds = averaged(self.seconds, time.perf_counter() - start)
+                self.seconds = time.perf_counter() - start
         self.cached = draft[: len(self.cache)]
         return draft[len(tokens) :]
 
@@ -279,8 +279,8 @@ class Auto:
     With drafts accepted at the rate a, a round of n makes 1 + a + ... + a^n tokens (Leviathan et al. 2023,
     section 3.1) in the time of n drafts and one pass (section 3.3), which takes a little longer with every
     row. The n that makes most tokens per second is taken (section 3.5), be it 0. While nothing is drafted,
-    the rates drift back to where they began, so that drafting gets another try; what tries may lose in all
-    is limited.
+    the estimates drift back to where they began, so that drafting gets another try; what tries may lose in
+    all is limited.
     """
 
     START = 2.6, 4.0  # accepted and judged drafts before there were any: drafting is given a try
@@ -288,7 +288,7 @@ class Auto:
     def __init__(self, drafters):
         self.counts = dict.fromkeys(drafters, self.START)  # of late; judged: up to the first that was refused
         self.draft_seconds = dict.fromkeys(drafters, 0.0)  # per draft
-        self.pass_seconds = self.row_seconds = None  # of a main-model pass over one row, for each further row
+        self.pass_seconds, self.row_seconds = None, 0.0  # of a main-model pass; for each row beyond the first
         self.longest = 1  # the most drafts that a round has had
         self.credit = 2.0  # passes that drafting may lose before it has to pause
         self.drafter = None  # whose drafts the round has
@@ -329,17 +329,21 @@ class Auto:
         if self.pass_seconds is None:
             self.pass_seconds = 0.0
         elif n == 0:
+            if not self.pass_seconds:
+                self.row_seconds = 0.1 * round.verify_seconds  # a first guess
             self.pass_seconds = averaged(self.pass_seconds, round.verify_seconds)
-            self.row_seconds = 0.995 * (self.row_seconds or 0.1 * self.pass_seconds)
-            self.credit += 0.005
+            self.row_seconds *= 0.995
+            lost = round.draft_seconds / self.pass_seconds  # by a drafter that found nothing
+            self.credit += 0.005 - (lost if lost > 0.05 else 0)
             for drafter, (accepted, judged) in self.counts.items():
                 at_first, of_first = self.START
                 self.counts[drafter] = 0.995 * accepted + 0.005 * at_first, 0.995 * judged + 0.005 * of_first
+                self.draft_seconds[drafter] *= 0.995
         else:
             accepted, judged = self.counts[drafter]
             n_judged = min(round.n_accepted + 1, n)
             self.counts[drafter] = 0.95 * accepted + round.n_accepted, 0.95 * judged + n_judged
-            took = getattr(drafter, "seconds", None) or round.draft_seconds / n
+            took = drafter.seconds if isinstance(drafter, ModelDraft) else round.draft_seconds / n
             self.draft_seconds[drafter] = averaged(self.draft_seconds[drafter], took)
             expected = self.pass_seconds + n * self.row_seconds
             took = averaged(expected, round.verify_seconds)

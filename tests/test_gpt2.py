@@ -425,7 +425,19 @@ def test_auto_gives_up_drafts_that_are_always_wrong_and_uses_right_ones(pair):
     assert len(rounds["right"]) < 120
 
 
-def test_one_slow_pass_does_not_switch_drafting_off(pair):
+def test_auto_seldom_asks_a_slow_drafter_that_finds_nothing(pair):
+    prompt, asked = golden("7M")[0]["prompt_ids"], []
+
+    def draft(tokens, n):
+        asked.append(n)
+        time.sleep(0.01)
+        return []
+
+    assert speculative(pair["7M"], prompt, draft, 100, "auto") == plain(pair["7M"], prompt, 100)
+    assert len(asked) < 10
+
+
+def test_slow_drafts_now_and_then_do_not_switch_drafting_off(pair):
     """A hiccup in the first drafted rounds, as on a busy machine."""
     large, rounds = pair["7M"], []
     ids = large.encoder.encode("Once upon a time there was a king")
