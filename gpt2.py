@@ -15,7 +15,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from matvec import in_parallel, matmul, matvec, single_threaded_blas
+from matvec import holding_blas_to_one_thread, in_parallel, matmul, matvec, single_threaded_blas
 
 # ---- The model: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 # Only attention mixes positions; all else treats each row of x by itself. product(x, w) is x @ w, see `gpt2`.
@@ -192,6 +192,7 @@ class Round(namedtuple("Round", "tokens n_drafted n_accepted draft_seconds verif
     draft = ()
 
 
+@holding_blas_to_one_thread
 def generate(inputs, params, n_head, n_tokens_to_generate, *,
              temperature=0.0, top_k=None, top_p=None, seed=0, stop_token=None, on_round=None):
     """Return the ids that the model continues `inputs` with: one pass per token.
@@ -209,13 +210,12 @@ def generate(inputs, params, n_head, n_tokens_to_generate, *,
                                   temperature, top_k, top_p, seed, stop_token)
     params, n_prompt = in_kernel_order(params), len(tokens)
     pick, cache = Sampler(len(params["wte"]), temperature, top_k, top_p, seed), KVCache(params, n_head, end)
-    with single_threaded_blas():
-        while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
-            start = time.perf_counter()
-            logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
-            tokens.append(pick(logits[0], len(tokens)))
-            if on_round is not None:
-                on_round(Round((tokens[-1],), 0, 0, 0.0, time.perf_counter() - start))
+    while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
+        start = time.perf_counter()
+        logits = gpt2(tokens[len(cache) :], **params, n_head=n_head, kv_cache=cache, n_logits=1)
+        tokens.append(pick(logits[0], len(tokens)))
+        if on_round is not None:
+            on_round(Round((tokens[-1],), 0, 0, 0.0, time.perf_counter() - start))
     return tokens[n_prompt:]
 
 
@@ -361,6 +361,7 @@ def averaged(old, new):
 # ---- Speculative decoding.
 
 
+@holding_blas_to_one_thread
 def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_generate, n_speculative=3, *,
                          draft_n_head=None, temperature=0.0, top_k=None, top_p=None, seed=0,
                          stop_token=None, on_round=None):
@@ -389,33 +390,32 @@ def generate_speculative(inputs, params, draft_params, n_head, n_tokens_to_gener
         drafters = [ModelDraft(draft_params, draft_n_head, pick, end), ngram_draft]
     auto = Auto(drafters) if n_speculative == "auto" else None
 
-    with single_threaded_blas():
-        while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
-            # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
-            start, draft = time.perf_counter(), []
-            if len(cache) and (n := end - len(tokens) - 1):
-                n = n if auto else min(n, int(n_speculative))
-                draft = (auto or drafters[0])(list(tokens), n)
-            # Verify: one pass of the main model over all drafts.
-            drafted, new = time.perf_counter(), tokens[len(cache) :] + draft
-            logits = gpt2(new, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
-            # Accept: pick the main model's own tokens for as long as they are those drafted, and one more.
-            picked = []
-            for row, guess in zip(logits, draft + [None]):
-                picked.append(pick(row, len(tokens) + len(picked)))
-                if picked[-1] != guess or guess == stop_token:
-                    break
-            tokens += picked
-            # Roll back: forget the refused drafts.
-            cache.truncate(len(tokens) - 1)
+    while len(tokens) < end and (len(tokens) == n_prompt or tokens[-1] != stop_token):
+        # Draft. The prompt goes alone, as in `generate`; the last token comes anyway, without a draft.
+        start, draft = time.perf_counter(), []
+        if len(cache) and (n := end - len(tokens) - 1):
+            n = n if auto else min(n, int(n_speculative))
+            draft = (auto or drafters[0])(list(tokens), n)
+        # Verify: one pass of the main model over all drafts.
+        drafted, new = time.perf_counter(), tokens[len(cache) :] + draft
+        logits = gpt2(new, **params, n_head=n_head, kv_cache=cache, n_logits=len(draft) + 1)
+        # Accept: pick the main model's own tokens for as long as they are those drafted, and one more.
+        picked = []
+        for row, guess in zip(logits, draft + [None]):
+            picked.append(pick(row, len(tokens) + len(picked)))
+            if picked[-1] != guess or guess == stop_token:
+                break
+        tokens += picked
+        # Roll back: forget the refused drafts.
+        cache.truncate(len(tokens) - 1)
 
-            round = Round(tuple(picked), len(draft), n_common(picked, draft),
-                          draft_seconds=drafted - start, verify_seconds=time.perf_counter() - drafted)
-            round.draft = tuple(draft)
-            if auto:
-                auto.learn(round)
-            if on_round is not None:
-                on_round(round)
+        round = Round(tuple(picked), len(draft), n_common(picked, draft),
+                      draft_seconds=drafted - start, verify_seconds=time.perf_counter() - drafted)
+        round.draft = tuple(draft)
+        if auto:
+            auto.learn(round)
+        if on_round is not None:
+            on_round(round)
     return tokens[n_prompt:]
 
 

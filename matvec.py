@@ -241,6 +241,21 @@ class SingleThreadedBLAS:
             release(force=True)
 
 
+def holding_blas_to_one_thread(function):
+    """Decorate a function to run `with single_threaded_blas():`.
+
+    That is safer than a `with` around its loops: from Python 3.12 on, Ctrl-C at the end of a loop can skip the
+    context's exit.
+    """
+
+    @functools.wraps(function)
+    def held(*args, **kwargs):
+        with single_threaded_blas():
+            return function(*args, **kwargs)
+
+    return held
+
+
 class Team:
     """The threads that share a product, one product at a time; whoever comes meanwhile works alone."""
 
