@@ -6,9 +6,9 @@ matrix, which takes longer than the product. And it sums a row in another order 
 that near ties between tokens flip.
 
 `matvec` walks the matrix in blocks that stay in a core's cache while every row uses them, and a row meets
-each block through the same instructions whether it comes alone or not: its result is the same, bit for bit. Where BLAS has a product for
-a few rows that repacks nothing and keeps rows apart, the blocks go there (`gemm`), elsewhere row after row to
-its product for one row (`gemv`).
+each block through the same instructions whether it comes alone or not: its result is the same, bit for bit.
+Where BLAS has a product for a few rows that repacks nothing and keeps rows apart, the blocks go there
+(`gemm`), elsewhere row after row to its product for one row (`gemv`).
 The threads are our own, since BLAS would cut a product up differently for every number of them, and its idle
 threads keep a core busy.
 
@@ -244,8 +244,8 @@ class SingleThreadedBLAS:
 def holding_blas_to_one_thread(function):
     """Decorate a function to run `with single_threaded_blas():`.
 
-    That is safer than a `with` around its loops: from Python 3.12 on, Ctrl-C at the end of a loop can skip the
-    context's exit.
+    That is safer than a `with` around its loops: from Python 3.12 on, Ctrl-C at the end of a loop can skip
+    the context's exit.
     """
 
     @functools.wraps(function)
