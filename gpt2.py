@@ -296,7 +296,8 @@ class Auto:
     def plan(self, drafter, n_most):
         """Return the most tokens per second that this drafter promises, and with how many drafts."""
         (accepted, judged), n, n_tokens = self.counts[drafter], 0, 1.0
-        seconds, rate, chance = self.pass_seconds, 1 / self.pass_seconds, accepted / judged
+        seconds, chance = self.pass_seconds, accepted / judged
+        rate = 1.03 / seconds  # of no draft: a promise of less gain is not worth a try
         while n < n_most:
             seconds += self.draft_seconds[drafter] + self.row_seconds
             n_tokens, chance = n_tokens + chance, chance * accepted / judged
