@@ -141,7 +141,7 @@ def compare(plain, speculative):
     rounds = [round for run in speculative for round in run.rounds[1:]]
     plain_pass = median(round.verify_seconds for run in plain for round in run.rounds[1:])
     n_accepted = sum(round.n_accepted for round in rounds)
-    n_judged = sum(min(round.n_accepted + 1, round.n_drafted) for round in rounds)  # to the first refused
+    n_judged = sum(round.n_judged for round in rounds)
     acceptance = n_accepted / n_judged if n_judged else None
     draft_cost = median(map(seconds_per_draft, speculative)) / plain_pass
     verify_cost = {n: median(r.verify_seconds for r in rounds if r.n_drafted + 1 == n) / plain_pass

@@ -15,7 +15,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from matvec import holding_blas_to_one_thread, in_parallel, matmul, matvec, single_threaded_blas
+from matvec import holding_blas_to_one_thread, in_parallel, matmul, matvec
 
 # ---- The model: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 # Only attention mixes positions; all else treats each row of x by itself. product(x, w) is x @ w, see `gpt2`.
@@ -87,6 +87,7 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, keys, values, n_past, product): 
     return x + ffn(layer_norm(x, **ln_2), **mlp, product=product)
 
 
+@holding_blas_to_one_thread
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n_vocab=None):
     """Return the logits that follow each of the input ids: [n_seq] -> [n_seq, n_vocab].
 
@@ -103,13 +104,12 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kv_cache=None, n_logits=None, n
             f"{n_seq} ids after {n_past} do not fit: the model takes 1 to {n_ctx} ids in all")
     check_ids(inputs, len(wte))
     product = matvec if n_past else matmul  # a prompt comes alone, so its rows need not be kept apart
-    with single_threaded_blas():
-        x = wte[np.asarray(inputs)] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
-        for block, keys, values in zip(blocks, cache.keys, cache.values):
-            x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
-        cache.n_seq += n_seq
-        x = layer_norm(x[-(n_logits or n_seq) :], **ln_f)
-        return (matvec if len(x) == 1 else product)(x, wte[:n_vocab].T)  # -> [n_seq, n_vocab]
+    x = wte[np.asarray(inputs)] + wpe[n_past : n_past + n_seq]  # [n_seq] -> [n_seq, n_embd]
+    for block, keys, values in zip(blocks, cache.keys, cache.values):
+        x = transformer_block(x, **block, keys=keys, values=values, n_past=n_past, product=product)
+    cache.n_seq += n_seq
+    x = layer_norm(x[-(n_logits or n_seq) :], **ln_f)
+    return (matvec if len(x) == 1 else product)(x, wte[:n_vocab].T)  # -> [n_seq, n_vocab]
 
 
 class KVCache:
@@ -190,6 +190,11 @@ class Round(namedtuple("Round", "tokens n_drafted n_accepted draft_seconds verif
     """
 
     draft = ()
+
+    @property
+    def n_judged(self):
+        """How many drafts met the main model's picks: those up to the first that was refused."""
+        return min(self.n_accepted + 1, self.n_drafted)
 
 
 @holding_blas_to_one_thread
@@ -286,7 +291,7 @@ class Auto:
     START = 2.6, 4.0  # accepted and judged drafts before there were any: drafting is given a try
 
     def __init__(self, drafters):
-        self.counts = dict.fromkeys(drafters, self.START)  # of late; judged: up to the first that was refused
+        self.counts = dict.fromkeys(drafters, self.START)  # of late
         self.draft_seconds = dict.fromkeys(drafters, 0.0)  # per draft
         self.pass_seconds, self.row_seconds = None, 0.0  # of a main-model pass; for each row beyond the first
         self.longest = 1  # the most drafts that a round has had
@@ -342,8 +347,7 @@ class Auto:
                 self.draft_seconds[drafter] *= 0.995
         else:
             accepted, judged = self.counts[drafter]
-            n_judged = min(round.n_accepted + 1, n)
-            self.counts[drafter] = 0.95 * accepted + round.n_accepted, 0.95 * judged + n_judged
+            self.counts[drafter] = 0.95 * accepted + round.n_accepted, 0.95 * judged + round.n_judged
             took = drafter.seconds if isinstance(drafter, ModelDraft) else round.draft_seconds / n
             self.draft_seconds[drafter] = averaged(self.draft_seconds[drafter], took)
             expected = self.pass_seconds + n * self.row_seconds

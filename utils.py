@@ -173,17 +173,21 @@ def download(session, url, path):
             time.sleep(pause)
 
 
+def reason(problem):
+    """What went wrong, out of the layers of libraries that wrap it."""
+    return getattr(next(iter(problem.args), None), "reason", None) or problem
+
+
 def in_short(problem):
-    """What went wrong, without the layers of libraries that wrap it."""
-    reason = getattr(next(iter(problem.args), None), "reason", None) or problem
-    return "no server can be reached there" if isinstance(reason, NewConnectionError) else str(reason)
+    found = reason(problem)
+    return "no server can be reached there" if isinstance(found, NewConnectionError) else str(found)
 
 
 def may_pass(problem):
     """Whether another try may help: after timeouts, resets and 5xx, but not where no server is found."""
     if isinstance(problem, requests.HTTPError):
         return problem.response.status_code >= 500
-    if isinstance(getattr(next(iter(problem.args), None), "reason", None), NewConnectionError):
+    if isinstance(reason(problem), NewConnectionError):
         return False
     broken = requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError
     return isinstance(problem, broken) and not isinstance(problem, requests.exceptions.SSLError)

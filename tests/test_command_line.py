@@ -284,7 +284,7 @@ def closed_port():
         (["--show_drafts=sometimes"], "sometimes"),
         (["--models_dir=nowhere"], "nowhere"),
     ],
-    ids=lambda arguments: str(arguments)[:40],
+    ids=str,
 )
 def test_bad_values_are_one_sentence_and_exit_code_2(pair, arguments, said):
     code, out, err = run("The wolf", *["--model_size=1M"] * ("--model_size" not in arguments[0]), *arguments)
